@@ -1,0 +1,1 @@
+"""The one process clients see: text, routing, supervision and metrics for all replicas."""

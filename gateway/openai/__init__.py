@@ -1,0 +1,1 @@
+"""The public edge: OpenAI's HTTP surface on top of token streams."""

@@ -1,0 +1,1 @@
+"""One model on one NUMA node: knows tokens, never text, and never imports the gateway."""

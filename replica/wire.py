@@ -95,10 +95,6 @@ class Cancel(Message, frozen=True):
     request_id: str
 
 
-class Park(Message, frozen=True):
-    """Stay loaded and use no CPU until the next request. Running requests end first."""
-
-
 class Drain(Message, frozen=True):
     """Finish what runs, accept nothing more, then exit."""
 
@@ -173,6 +169,8 @@ class Facts(msgspec.Struct, frozen=True):
     """Share of this process's large memory on its own nodes; None where it cannot be read."""
     degraded: str | None = None
     """Why the placement is weaker than planned, in a sentence; None when it is as planned."""
+    refusal: str | None = None
+    """Why this replica must not serve, in a sentence; None when it may."""
 
 
 class Hello(Message, frozen=True):
@@ -207,7 +205,7 @@ class Heartbeat(Message, frozen=True):
     """Until the running step is expected to end; negative when it is late; 0 when idle."""
 
 
-Down = Generate | Cancel | Park | Drain
+Down = Generate | Cancel | Drain
 Up = Hello | Frame | Heartbeat
 
 encode = msgspec.msgpack.Encoder().encode

@@ -1,0 +1,216 @@
+"""A replica process: config, bind, load, serve. Normally started by the supervisor, under numactl.
+
+Exit codes: 0 drained; 1 the engine died; 2 a setting or the model is wrong, so that starting again
+would not help; 3 stopped before everything had finished.
+"""
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from replica.binding import memory_locality, move_thread
+from replica.blocks import BLOCK_TOKENS, hash_root
+from replica.config import ConfigError, ReplicaSettings, load, options
+from replica.engine import Engine, StepResult
+from replica.gguf_file import ModelFileError, read_gguf
+from replica.kv_streams import KvStreams
+from replica.llama import Llama, LlamaOptions, ModelLoadError
+from replica.scheduler import Limits, Scheduler
+from replica.server import ReplicaServer
+from replica.wire import Drain, Facts
+
+log = logging.getLogger("replica")
+
+EXIT_ENGINE_DIED = 1
+EXIT_CONFIGURATION = 2
+EXIT_CUT_SHORT = 3
+
+SWITCH_INTERVAL_S = 2e-4
+"""Python's default of 5 ms lets the event loop hold up every return from llama.cpp."""
+SHARED_CHUNK_TOKENS_MAX = 128
+WAITING_MAX = 64
+PR_SET_PDEATHSIG = 1
+
+
+@click.command(context_settings={"show_default": False})
+@options(ReplicaSettings)
+def main(**given: object) -> None:
+    """Hold one model on one NUMA node and compute for a gateway.
+
+    Speaks tokens over a WebSocket at /wire; /health and /status answer plain GETs.
+    """
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    try:
+        settings = load(ReplicaSettings, given)
+        secret = _secret(settings)
+    except ConfigError as error:
+        sys.stderr.write(f"numaserve replica: {error}\n")
+        sys.exit(EXIT_CONFIGURATION)
+    if settings.parent_pid is not None:
+        _die_with(settings.parent_pid)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    sys.exit(asyncio.run(_serve(settings, secret)))
+
+
+async def _serve(settings: ReplicaSettings, secret: str | None) -> int:
+    """Load on the engine's thread, serve on this one; return the exit code."""
+    loop = asyncio.get_running_loop()
+    server = ReplicaServer(secret)
+    stop = _Stop()
+    engine_ended: asyncio.Future[int] = loop.create_future()
+
+    def tell(function: Callable[..., None], *arguments: object) -> None:
+        loop.call_soon_threadsafe(function, *arguments)
+
+    def engine_thread() -> None:
+        code = _run_engine(settings, server, stop, tell)
+        tell(engine_ended.set_result, code)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.signal)
+    async with server.listen(settings.listen):
+        # Threads inherit the affinity of their creator: the engine's keeps the computing CPUs that
+        # numactl gave this process, and only then does this thread move away from them.
+        threading.Thread(target=engine_thread, name="engine", daemon=True).start()
+        if settings.housekeeping_cpus:
+            move_thread(settings.housekeeping_cpus)
+        code = await engine_ended
+    return code
+
+
+class _Stop:
+    """What a signal does: the first drains, the second ends the process."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.engine: Engine | None = None
+
+    def signal(self) -> None:
+        if self.asked or self.engine is None:
+            os._exit(EXIT_CUT_SHORT if self.asked else 0)
+        self.asked = True
+        self.engine.send(Drain())
+
+
+def _run_engine(
+    settings: ReplicaSettings,
+    server: ReplicaServer,
+    stop: _Stop,
+    tell: Callable[..., None],
+) -> int:
+    """Be the engine's thread: load the model, run the loop until it is drained."""
+    try:
+        if settings.cpus:
+            move_thread(settings.cpus)
+        llama, engine, facts = _build(settings, lambda result: tell(server.publish, result))
+        stop.engine = engine
+        tell(server.ready, engine, facts)
+        log.info("%s is ready on nodes %s, cpus %s", facts.replica_id, settings.nodes, facts.cpus)
+        engine.run()
+        llama.close()
+    except (ModelFileError, ModelLoadError) as error:
+        log.error("%s", error)
+        return EXIT_CONFIGURATION
+    except BaseException:
+        # Nobody may think this replica healthy because its event loop still answers.
+        log.exception("the engine died")
+        logging.shutdown()
+        os._exit(EXIT_ENGINE_DIED)
+    return 0
+
+
+def _build(
+    settings: ReplicaSettings, publish: Callable[[StepResult], None]
+) -> tuple[Llama, Engine, Facts]:
+    """Load the model and join the parts around it."""
+    fingerprint = settings.fingerprint or read_gguf(settings.model).fingerprint
+    cpus = sorted(os.sched_getaffinity(0))
+    threads = len(settings.cpus or cpus)
+    llama = Llama(
+        LlamaOptions(
+            path=settings.model,
+            context_tokens=settings.ctx,
+            parallel=settings.parallel,
+            threads=threads,
+            kv_type=settings.kv_type,
+        )
+    )
+    kv_streams = KvStreams(
+        settings.parallel, BLOCK_TOKENS, hash_root(fingerprint), trimmable=llama.trimmable
+    )
+    limits = Limits(
+        context_tokens=settings.ctx,
+        vocab_tokens=llama.vocab_tokens,
+        batch_tokens_max=llama.batch_tokens_max,
+        shared_chunk_tokens_max=SHARED_CHUNK_TOKENS_MAX,
+        waiting_max=WAITING_MAX,
+    )
+    scheduler = Scheduler(kv_streams, limits, llama.end_token_ids)
+    engine = Engine(llama, scheduler, kv_streams, publish)
+    return llama, engine, _facts(settings, fingerprint, cpus, threads)
+
+
+def _facts(
+    settings: ReplicaSettings, fingerprint: str, cpus: list[int], threads: int
+) -> Facts:
+    """Measure where the memory really lies, and say what must be known of this replica."""
+    locality = memory_locality(settings.nodes)
+    ratio = locality.ratio
+    refusal = None
+    if ratio is not None and ratio < settings.min_local_ratio:
+        refusal = (
+            f"only {ratio:.1%} of this replica's memory lies on node {settings.nodes}, "
+            f"{settings.min_local_ratio:.1%} is wanted: free memory on that node, or accept less "
+            "with --min-local-ratio"
+        )
+        log.error("%s", refusal)
+    return Facts(
+        replica_id=settings.replica_id,
+        node=settings.nodes[0],
+        pid=os.getpid(),
+        cpus=cpus,
+        threads=threads,
+        model_fingerprint=fingerprint,
+        context_tokens=settings.ctx,
+        parallel=settings.parallel,
+        block_tokens=BLOCK_TOKENS,
+        memory_local_ratio=ratio,
+        degraded=settings.degraded or None,
+        refusal=refusal,
+    )
+
+
+def _secret(settings: ReplicaSettings) -> str | None:
+    """Read the shared secret; over TCP there must be one."""
+    if settings.secret_file is None:
+        if settings.listen.startswith("tcp:"):
+            raise ConfigError("--listen tcp:… needs --secret-file: anyone could connect otherwise")
+        return None
+    try:
+        secret = Path(settings.secret_file).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--secret-file {settings.secret_file}: {error.strerror}") from None
+    if not secret:
+        raise ConfigError(f"--secret-file {settings.secret_file}: the file is empty")
+    return secret
+
+
+def _die_with(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent ends, also by kill -9."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it was gone before we asked
+        sys.exit(EXIT_CUT_SHORT)
+
+
+if __name__ == "__main__":
+    main()

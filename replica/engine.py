@@ -1,0 +1,142 @@
+"""The engine loop: the one thread that touches llama.cpp.
+
+Others send it commands and read its `progress`; it publishes what each step changed. It knows no
+socket and no event loop.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replica.batch import Batch, Runner
+from replica.kv_streams import KvStreams
+from replica.pace import Pace
+from replica.sampling import Drawn, SamplingError
+from replica.scheduler import News, Scheduler
+from replica.sequence import Sequence
+from replica.wire import Cancel, Drain, EnginePhase, Generate, KvEvent, Load
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAll:
+    """The gateway has gone, and with it everybody who was waiting."""
+
+
+Command = Generate | Cancel | CancelAll | Drain
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What the engine is doing; replaced as a whole, so any thread may read it."""
+
+    phase: EnginePhase
+    ends_at: float
+    """`time.monotonic()` at which the running step should be over."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Everything one turn of the loop changed."""
+
+    news: News
+    events: list[KvEvent]
+    load: Load
+    rows: int
+    seconds: float
+
+
+class Engine:
+    """The loop and its inbox. `run` returns once a `Drain` has been obeyed to its end."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        kv_streams: KvStreams,
+        publish: Callable[[StepResult], None],
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._kv_streams = kv_streams
+        self._publish = publish
+        self._pace = Pace()
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._draining = False
+        self.progress = Progress(EnginePhase.IDLE, 0.0)
+
+    def send(self, command: Command) -> None:
+        """Hand the loop a command, from any thread."""
+        self._inbox.put(command)
+
+    def run(self) -> None:
+        while not (self._draining and self._scheduler.idle):
+            news = News()
+            for command in self._take_commands():
+                self.obey(command, news)
+            self.step(news)
+
+    def obey(self, command: Command, news: News) -> None:
+        """Carry out one command; what clients should hear of it is added to `news`."""
+        match command:
+            case Generate():
+                finished = self._scheduler.submit(command, refuse_all=self._draining)
+                if finished:
+                    news.finished.append(finished)
+            case Cancel(request_id):
+                finished = self._scheduler.cancel(request_id)
+                if finished:
+                    news.finished.append(finished)
+            case CancelAll():
+                news.finished += self._scheduler.cancel_all()
+            case Drain():
+                self._draining = True
+
+    def step(self, news: News) -> None:
+        """Compute one batch and publish it together with what the commands produced."""
+        batch = self._scheduler.schedule()
+        rows, seconds = 0, 0.0
+        if batch is not None:
+            rows, seconds = batch.rows, self._compute(batch, news)
+        events = self._kv_streams.take_events()
+        if rows or events or news.outputs or news.finished:
+            load = self._scheduler.load
+            self._publish(StepResult(news, events, load, rows, seconds))
+
+    def _compute(self, batch: Batch, news: News) -> float:
+        """Decode, draw and commit a batch; return the seconds it took."""
+        started = time.monotonic()
+        expected_s = self._pace.expect(batch.phase, batch.rows)
+        self.progress = Progress(batch.phase, started + expected_s)
+        sampled = batch.sampled
+        rows = self._runner.decode(batch)
+        drawn = [_draw(sequence, row) for sequence, row in zip(sampled, rows, strict=True)]
+        committed = self._scheduler.commit(batch, drawn)
+        news.outputs += committed.outputs
+        news.finished += committed.finished
+        seconds = time.monotonic() - started
+        self._pace.observe(batch.phase, batch.rows, seconds)
+        return seconds
+
+    def _take_commands(self) -> list[Command]:
+        """Take every waiting command, sleeping for the first one only when there is no work."""
+        commands: list[Command] = []
+        if self._scheduler.idle:
+            self.progress = Progress(EnginePhase.IDLE, 0.0)
+            commands.append(self._inbox.get())
+        while True:
+            try:
+                commands.append(self._inbox.get_nowait())
+            except Empty:
+                return commands
+
+
+def _draw(sequence: Sequence, row: NDArray[np.float32]) -> Drawn | SamplingError:
+    """Draw a token; a request whose logits are no numbers fails alone, not with its batch."""
+    try:
+        return sequence.sampler.draw(row, sequence.completion_tokens)
+    except SamplingError as error:
+        return error

@@ -1,0 +1,166 @@
+"""Which KV stream holds which tokens, and what of that can be reused.
+
+Pure bookkeeping: it decides, `replica.llama` does. llama.cpp's KV cache is split into streams,
+one per sequence id, each with room for a whole context; so a leased stream can never run out of
+room, and no step can fail for lack of it. Every change is also reported as a `KvEvent`, so the
+gateway's picture of this cache comes from the same lines as the cache itself.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from replica.blocks import block_hashes
+from replica.wire import Evicted, KvEvent, Stored
+
+RETURN_PROBABILITY = 0.1
+"""How likely a cached token is thought to be asked for again: what overwriting it costs, in
+tokens computed now. It keeps a prompt that shares only a template's opening words with a long
+conversation from destroying that conversation while an empty stream lies beside it."""
+
+
+@dataclass(slots=True)
+class Stream:
+    """One sequence id of llama.cpp and what its KV cells hold."""
+
+    stream_id: int
+    token_ids: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    leased: bool = False
+    used_at: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Permission to append to a stream whose first `cached_tokens` tokens are already right."""
+
+    stream_id: int
+    cached_tokens: int
+
+
+class KvStreams:
+    """All streams of one llama.cpp context.
+
+    `trimmable` is False for models whose state cannot be cut back (recurrent ones): there a
+    stream is continued only from exactly where it ended.
+    """
+
+    def __init__(self, parallel: int, block_tokens: int, root: int, *, trimmable: bool) -> None:
+        assert parallel > 0
+        assert block_tokens > 0
+        self._streams = [Stream(stream_id) for stream_id in range(parallel)]
+        self._block_tokens = block_tokens
+        self._root = root
+        self._trimmable = trimmable
+        self._holders: Counter[int] = Counter()
+        self._events: list[KvEvent] = []
+        self._releases = 0
+
+    def __repr__(self) -> str:
+        leased = sum(stream.leased for stream in self._streams)
+        return f"<KvStreams {leased}/{len(self._streams)} leased, {self.used_tokens} tokens>"
+
+    @property
+    def used_tokens(self) -> int:
+        return sum(len(stream.token_ids) for stream in self._streams)
+
+    @property
+    def free(self) -> int:
+        return sum(not stream.leased for stream in self._streams)
+
+    def acquire(self, token_ids: Sequence[int]) -> Lease | None:
+        """Lease the free stream that saves most, and cut it back to what is shared.
+
+        Ties go to the least recently used, then the lowest id. None when all are leased.
+        """
+        free = [stream for stream in self._streams if not stream.leased]
+        if not free:
+            return None
+        kept = {stream.stream_id: self._reusable(stream, token_ids) for stream in free}
+        stream = max(
+            free,
+            key=lambda s: (
+                kept[s.stream_id]
+                - RETURN_PROBABILITY * (len(s.token_ids) - kept[s.stream_id]),
+                -s.used_at,
+                -s.stream_id,
+            ),
+        )
+        keep = kept[stream.stream_id]
+        self._truncate(stream, keep)
+        stream.leased = True
+        return Lease(stream.stream_id, keep)
+
+    def append(self, stream_id: int, token_ids: Sequence[int]) -> None:
+        """Record that these tokens' keys and values have been computed behind the others."""
+        stream = self._streams[stream_id]
+        assert stream.leased
+        stream.token_ids.extend(token_ids)
+        known = len(stream.blocks)
+        if len(stream.token_ids) // self._block_tokens > known:
+            stream.blocks = block_hashes(
+                stream.token_ids, self._block_tokens, self._root, known=stream.blocks
+            )
+            self._hold(stream.blocks[known:])
+
+    def release(self, stream_id: int) -> None:
+        """Give the stream back but keep its tokens: an idle stream is the prefix cache."""
+        stream = self._streams[stream_id]
+        assert stream.leased
+        stream.leased = False
+        self._releases += 1
+        stream.used_at = self._releases
+
+    def take_events(self) -> list[KvEvent]:
+        """Return what changed since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def held_blocks(self) -> list[int]:
+        return sorted(self._holders)
+
+    def tokens_of(self, stream_id: int) -> list[int]:
+        return list(self._streams[stream_id].token_ids)
+
+    def _reusable(self, stream: Stream, token_ids: Sequence[int]) -> int:
+        # The last prompt token is always computed: its logits choose the first new token.
+        keep = min(_shared(stream.token_ids, token_ids), len(token_ids) - 1)
+        if self._trimmable or keep == len(stream.token_ids):
+            return keep
+        return 0
+
+    def _truncate(self, stream: Stream, keep: int) -> None:
+        whole_blocks = keep // self._block_tokens
+        del stream.token_ids[keep:]
+        gone = stream.blocks[whole_blocks:]
+        del stream.blocks[whole_blocks:]
+        self._drop(gone)
+
+    def _hold(self, blocks: Sequence[int]) -> None:
+        new = [block for block in blocks if block not in self._holders]
+        self._holders.update(blocks)
+        if new:
+            self._events.append(Stored(new))
+
+    def _drop(self, blocks: Sequence[int]) -> None:
+        self._holders.subtract(blocks)
+        gone = [block for block in blocks if self._holders[block] == 0]
+        for block in gone:
+            del self._holders[block]
+        if gone:
+            self._events.append(Evicted(gone))
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the length of the common prefix."""
+    limit = min(len(a), len(b))
+    if a[:limit] == b[:limit]:
+        return limit
+    low, high = 0, limit  # invariant: a[:low] == b[:low] and a[:high] != b[:high]
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,34 @@
+"""How long steps take, learned from the steps themselves. Pure: the caller brings the times."""
+
+from replica.wire import EnginePhase
+
+SMOOTHING = 0.2
+"""Weight of the newest step in the running mean."""
+
+
+class Pace:
+    """Expected duration of a step by its phase and rows, in seconds."""
+
+    def __init__(self) -> None:
+        self._decode_s: dict[int, float] = {}
+        self._prefill_row_s: float | None = None
+
+    def observe(self, phase: EnginePhase, rows: int, seconds: float) -> None:
+        assert rows > 0
+        if phase is EnginePhase.DECODE:
+            self._decode_s[rows] = _mean(self._decode_s.get(rows), seconds)
+        else:
+            self._prefill_row_s = _mean(self._prefill_row_s, seconds / rows)
+
+    def expect(self, phase: EnginePhase, rows: int) -> float:
+        """Return the best guess; 0 when nothing comparable has been seen."""
+        if phase is EnginePhase.PREFILL:
+            return rows * (self._prefill_row_s or 0.0)
+        if not self._decode_s:
+            return 0.0
+        nearest = min(self._decode_s, key=lambda seen: (abs(seen - rows), seen))
+        return self._decode_s[nearest] * max(1.0, rows / nearest)
+
+
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + SMOOTHING * (value - mean)

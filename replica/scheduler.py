@@ -1,0 +1,228 @@
+"""Decide what the next llama_decode call computes, and what its result means.
+
+Knows sequences and streams; knows no llama.cpp, no clock and no wire beyond its messages. Each
+call of `schedule` describes one llama_decode: either a decode step (one row for every decoding
+sequence) or one chunk of one prompt. With split KV streams llama.cpp computes the two in separate
+passes anyhow, and apart they can be ordered: tokens of running streams come first, prompts take
+turns with them and with each other.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from replica.batch import Batch, Chunk
+from replica.kv_streams import KvStreams
+from replica.sampling import Drawn, Sampler, SamplingError
+from replica.sequence import Phase, Sequence
+from replica.wire import EnginePhase, Finished, FinishReason, Generate, Load, Output
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the configuration allow."""
+
+    context_tokens: int
+    """Prompt and completion of one sequence together."""
+    vocab_tokens: int
+    batch_tokens_max: int
+    """The longest chunk of a prompt, when nobody else is decoding."""
+    shared_chunk_tokens_max: int
+    """The longest chunk of a prompt while streams are decoding: their gap is its duration."""
+    waiting_max: int
+    """Requests beyond the streams; the gateway keeps the real queue."""
+
+
+@dataclass(slots=True)
+class News:
+    """What clients should hear."""
+
+    outputs: list[Output] = field(default_factory=list)
+    finished: list[Finished] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns every sequence from submission to its one `Finished`."""
+
+    def __init__(self, kv_streams: KvStreams, limits: Limits, end_token_ids: Seq[int]) -> None:
+        assert 0 < limits.shared_chunk_tokens_max <= limits.batch_tokens_max
+        self._kv_streams = kv_streams
+        self._limits = limits
+        self._end_token_ids = frozenset(end_token_ids)
+        self._waiting: deque[Sequence] = deque()
+        self._prefilling: deque[Sequence] = deque()
+        self._decoding: list[Sequence] = []
+        self._truncate: list[tuple[int, int]] = []
+        self._prompt_is_next = True
+
+    def __repr__(self) -> str:
+        return (
+            f"<Scheduler {len(self._waiting)} waiting, {len(self._prefilling)} prefilling, "
+            f"{len(self._decoding)} decoding>"
+        )
+
+    @property
+    def idle(self) -> bool:
+        return not (self._waiting or self._prefilling or self._decoding)
+
+    @property
+    def load(self) -> Load:
+        running = len(self._prefilling) + len(self._decoding)
+        return Load(running, len(self._waiting), self._kv_streams.used_tokens)
+
+    def submit(self, request: Generate, *, refuse_all: bool = False) -> Finished | None:
+        """Take the request, or say at once why it cannot be served."""
+        error = "this replica is draining" if refuse_all else self._objection(request)
+        if error:
+            return Finished(
+                request.request_id, FinishReason.FAILED, request.prompt_tokens, 0, 0, error
+            )
+        prompt = request.token_ids[: request.prompt_tokens]
+        completion = request.token_ids[request.prompt_tokens :]
+        sampler = Sampler(
+            request.sampling,
+            sorted(self._end_token_ids),
+            ignore_eos=request.ignore_eos,
+            prompt=prompt,
+            completion=completion,
+        )
+        self._waiting.append(Sequence(request, sampler))
+        return None
+
+    def cancel(self, request_id: str) -> Finished | None:
+        """Drop the request wherever it is; None if it has already finished."""
+        for sequence in self._all():
+            if sequence.request_id == request_id:
+                return self._finish(sequence, FinishReason.CANCELLED)
+        return None
+
+    def cancel_all(self) -> list[Finished]:
+        return [self._finish(sequence, FinishReason.CANCELLED) for sequence in self._all()]
+
+    def schedule(self) -> Batch | None:
+        """Describe the next llama_decode, or None when there is nothing to compute.
+
+        While streams decode, a chunk of a prompt is followed by a decode step; while several
+        prompts wait, each gets a chunk in turn, so a short one is not stuck behind a long one.
+        """
+        self._admit()
+        if self._prefilling and (self._prompt_is_next or not self._decoding):
+            self._prompt_is_next = False
+            return self._prefill()
+        self._prompt_is_next = True
+        if not self._decoding:
+            return None
+        self._decoding.sort(key=_stream_id)
+        chunks = [Chunk(sequence, 1) for sequence in self._decoding]
+        return Batch(EnginePhase.DECODE, chunks, self._take_truncate())
+
+    def commit(self, batch: Batch, drawn: Seq[Drawn | SamplingError]) -> News:
+        """Fold the tokens drawn from a batch back in, in the order of `batch.sampled`."""
+        news = News()
+        sampled = batch.sampled
+        assert len(sampled) == len(drawn)
+        for chunk in batch.chunks:
+            sequence, start = chunk.sequence, chunk.sequence.computed_tokens
+            assert sequence.stream_id is not None
+            self._kv_streams.append(
+                sequence.stream_id, sequence.token_ids[start : start + chunk.size]
+            )
+            sequence.computed_tokens += chunk.size
+        for sequence, draw in zip(sampled, drawn, strict=True):
+            if sequence.phase is Phase.PREFILL:
+                self._prefilling.remove(sequence)
+                self._decoding.append(sequence)
+                sequence.move(Phase.DECODE)
+            self._extend(sequence, draw, news)
+        return news
+
+    def _objection(self, request: Generate) -> str | None:
+        """Return why the request cannot be served; these are faults of whoever sent it."""
+        limits = self._limits
+        tokens = len(request.token_ids)
+        if not 0 < request.prompt_tokens <= tokens:
+            return f"prompt_tokens is {request.prompt_tokens} of {tokens} tokens"
+        if tokens >= limits.context_tokens:
+            return f"{tokens} tokens leave no room in a context of {limits.context_tokens}"
+        if tokens - request.prompt_tokens >= request.tokens_max:
+            return f"tokens_max is {request.tokens_max}, and no token is left to produce"
+        if min(request.token_ids) < 0 or max(request.token_ids) >= limits.vocab_tokens:
+            return f"a token id lies outside the vocabulary of {limits.vocab_tokens}"
+        if any(sequence.request_id == request.request_id for sequence in self._all()):
+            return f"request id {request.request_id} is already running"
+        if len(self._waiting) >= limits.waiting_max + self._kv_streams.free:
+            return f"{len(self._waiting)} requests already wait in this replica"
+        return None
+
+    def _admit(self) -> None:
+        while self._waiting:
+            lease = self._kv_streams.acquire(self._waiting[0].token_ids)
+            if lease is None:
+                return
+            sequence = self._waiting.popleft()
+            sequence.move(Phase.PREFILL)
+            sequence.stream_id = lease.stream_id
+            sequence.computed_tokens = lease.cached_tokens
+            sequence.cached_tokens = min(lease.cached_tokens, sequence.request.prompt_tokens)
+            self._prefilling.append(sequence)
+            self._truncate.append((lease.stream_id, lease.cached_tokens))
+
+    def _prefill(self) -> Batch:
+        sequence = self._prefilling[0]
+        self._prefilling.rotate(-1)
+        limits = self._limits
+        longest = limits.shared_chunk_tokens_max if self._decoding else limits.batch_tokens_max
+        chunk = Chunk(sequence, min(sequence.pending_tokens, longest))
+        return Batch(EnginePhase.PREFILL, [chunk], self._take_truncate())
+
+    def _take_truncate(self) -> list[tuple[int, int]]:
+        truncate, self._truncate = self._truncate, []
+        return truncate
+
+    def _extend(self, sequence: Sequence, draw: Drawn | SamplingError, news: News) -> None:
+        if isinstance(draw, SamplingError):
+            news.finished.append(self._finish(sequence, FinishReason.FAILED, str(draw)))
+            return
+        if draw.token_id in self._end_token_ids:
+            news.finished.append(self._finish(sequence, FinishReason.STOP))
+            return
+        sequence.token_ids.append(draw.token_id)
+        sequence.sampler.accept(draw.token_id)
+        logprobs = None if draw.logprobs is None else [draw.logprobs]
+        news.outputs.append(Output(sequence.request_id, [draw.token_id], logprobs))
+        full = len(sequence.token_ids) == self._limits.context_tokens
+        if full or sequence.completion_tokens == sequence.request.tokens_max:
+            news.finished.append(self._finish(sequence, FinishReason.LENGTH))
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None
+    ) -> Finished:
+        match sequence.phase:
+            case Phase.WAITING:
+                self._waiting.remove(sequence)
+            case Phase.PREFILL:
+                self._prefilling.remove(sequence)
+            case Phase.DECODE:
+                self._decoding.remove(sequence)
+            case Phase.FINISHED:
+                raise AssertionError(sequence)
+        sequence.move(Phase.FINISHED)
+        sequence.finish_reason = reason
+        if sequence.stream_id is not None:
+            self._kv_streams.release(sequence.stream_id)
+        return Finished(
+            request_id=sequence.request_id,
+            reason=reason,
+            prompt_tokens=sequence.request.prompt_tokens,
+            cached_tokens=sequence.cached_tokens,
+            completion_tokens=sequence.completion_tokens,
+            error=error,
+        )
+
+    def _all(self) -> list[Sequence]:
+        return [*self._waiting, *self._prefilling, *self._decoding]
+
+
+def _stream_id(sequence: Sequence) -> int:
+    assert sequence.stream_id is not None
+    return sequence.stream_id

@@ -82,8 +82,11 @@ class Engine:
     def obey(self, command: Command, news: News) -> None:
         """Carry out one command; what clients should hear of it is added to `news`."""
         match command:
+            case Generate() if self._draining:
+                refusal = self._scheduler.refuse(command, "this replica is draining")
+                news.finished.append(refusal)
             case Generate():
-                finished = self._scheduler.submit(command, refuse_all=self._draining)
+                finished = self._scheduler.submit(command)
                 if finished:
                     news.finished.append(finished)
             case Cancel(request_id):

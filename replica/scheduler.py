@@ -70,13 +70,13 @@ class Scheduler:
         running = len(self._prefilling) + len(self._decoding)
         return Load(running, len(self._waiting), self._kv_streams.used_tokens)
 
-    def submit(self, request: Generate, *, refuse_all: bool = False) -> Finished | None:
+    def submit(self, request: Generate) -> Finished | None:
         """Take the request, or say at once why it cannot be served."""
-        error = "this replica is draining" if refuse_all else self._objection(request)
-        if error:
-            return Finished(
-                request.request_id, FinishReason.FAILED, request.prompt_tokens, 0, 0, error
-            )
+        if error := self._objection(request):
+            return _rejected(request, FinishReason.FAILED, error)
+        if len(self._waiting) >= self._limits.waiting_max + self._kv_streams.free:
+            error = f"{len(self._waiting)} requests already wait in this replica"
+            return self.refuse(request, error)
         prompt = request.token_ids[: request.prompt_tokens]
         completion = request.token_ids[request.prompt_tokens :]
         sampler = Sampler(
@@ -88,6 +88,10 @@ class Scheduler:
         )
         self._waiting.append(Sequence(request, sampler))
         return None
+
+    def refuse(self, request: Generate, error: str) -> Finished:
+        """Turn a request away that another replica may well serve."""
+        return _rejected(request, FinishReason.REFUSED, error)
 
     def cancel(self, request_id: str) -> Finished | None:
         """Drop the request wherever it is; None if it has already finished."""
@@ -150,8 +154,6 @@ class Scheduler:
             return f"a token id lies outside the vocabulary of {limits.vocab_tokens}"
         if any(sequence.request_id == request.request_id for sequence in self._all()):
             return f"request id {request.request_id} is already running"
-        if len(self._waiting) >= limits.waiting_max + self._kv_streams.free:
-            return f"{len(self._waiting)} requests already wait in this replica"
         return None
 
     def _admit(self) -> None:
@@ -226,3 +228,7 @@ class Scheduler:
 def _stream_id(sequence: Sequence) -> int:
     assert sequence.stream_id is not None
     return sequence.stream_id
+
+
+def _rejected(request: Generate, reason: FinishReason, error: str) -> Finished:
+    return Finished(request.request_id, reason, request.prompt_tokens, 0, 0, error)

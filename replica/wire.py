@@ -28,6 +28,8 @@ class FinishReason(Enum):
     LENGTH = "length"
     """`tokens_max` or the end of the context was reached."""
     CANCELLED = "cancelled"
+    REFUSED = "refused"
+    """This replica takes nothing more; another one may."""
     FAILED = "failed"
     """The engine could not go on; `Finished.error` says why."""
 

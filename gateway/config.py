@@ -1,0 +1,107 @@
+"""Settings of the gateway's commands. How they are read is `replica.config`'s business."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from replica.config import ConfigError, Integers, ModelSettings, Settings, Texts
+
+MIB = 1024 * 1024
+
+
+class PlacementSettings(Settings):
+    """Where replicas go. Also what `numaserve topology` takes."""
+
+    nodes: Integers | None = Field(default=None, description="NUMA nodes to use. [default: all]")
+    domain: Literal["node", "socket"] = Field(
+        default="node", description="What a replica gets: a NUMA node, or all nodes of a socket."
+    )
+    virtual_nodes: int | None = Field(
+        default=None, ge=1, description="Divide the cores into N pretend nodes, to try things out."
+    )
+    threads: int | None = Field(
+        default=None, ge=1, description="Computing threads per replica. [default: its cores]"
+    )
+
+
+class EdgeSettings(Settings):
+    """The public surface and its limits."""
+
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=8080, ge=0, le=65535, description="Port; 0 takes a free one.")
+    model: str = Field(
+        default="demo", description="demo, a path to a GGUF file, or hf:OWNER/REPO/FILE."
+    )
+    api_key_file: Path | None = Field(
+        default=None, description="File with one API key per line; without it no key is needed."
+    )
+    queue_max: int = Field(default=256, ge=1, description="Requests that may wait for a replica.")
+    queue_timeout: float = Field(default=300.0, gt=0, description="Longest wait, in seconds.")
+    request_timeout: float = Field(
+        default=3600.0, gt=0, description="Longest life of a request, in seconds."
+    )
+    body_max: int = Field(default=8 * MIB, ge=1024, description="Largest request body, in bytes.")
+    drain_timeout: float = Field(
+        default=30.0, ge=0, description="Seconds running requests get after SIGTERM."
+    )
+    silence_max: float = Field(
+        default=2.0, gt=0, description="Seconds without a sign of life until a replica is lost."
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="How log lines look; one line per request either way."
+    )
+
+
+class UpSettings(ModelSettings, PlacementSettings, EdgeSettings):
+    """Everything `numaserve up` takes."""
+
+    mode: Literal["auto", "single", "data-parallel", "span"] = Field(
+        default="auto",
+        description="single: one replica; data-parallel: one per node; span: one over all nodes.",
+    )
+
+
+class GatewaySettings(EdgeSettings):
+    """Everything `numaserve gateway` takes."""
+
+    replica: Texts = Field(
+        description="Where replicas listen: unix:PATH or tcp:HOST:PORT, separated by commas."
+    )
+    secret_file: Path | None = Field(
+        default=None, description="File with the secret that tcp: replicas ask for."
+    )
+
+    @field_validator("replica")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for address in value:
+            kind, _, rest = address.partition(":")
+            if kind not in {"unix", "tcp"} or not rest or (kind == "tcp" and ":" not in rest):
+                raise ValueError(f"{address!r} is neither unix:PATH nor tcp:HOST:PORT")
+        if not value:
+            raise ValueError("name at least one replica")
+        return value
+
+
+class StatusSettings(Settings):
+    """Everything `numaserve status` takes."""
+
+    url: str = Field(default="http://127.0.0.1:8080", description="The server to ask.")
+    api_key_file: Path | None = Field(default=None, description="File whose first key is shown.")
+
+
+def read_keys(file: Path | None) -> frozenset[str]:
+    """Return the keys in a file, one per line; `#` begins a comment line."""
+    if file is None:
+        return frozenset()
+    try:
+        lines = [line.strip() for line in file.read_text().splitlines()]
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--api-key-file {file}: not a text file") from None
+    keys = frozenset(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"--api-key-file {file}: it holds no key; write one per line")
+    return keys

@@ -25,10 +25,10 @@ from replica.llama_cpp_tables import (
     TEXT_ARCHITECTURES,
 )
 
-__all__ = ["GgufFile", "Kind", "ModelFileError", "Tensor", "read_gguf"]
+__all__ = ["GgufFile", "Kind", "ModelFileError", "Tensor", "model_name", "read_gguf", "split_names"]
 
-SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 SPLITS_MAX = 1_000
+_SPLIT_NAME = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.ASCII)
 SAMPLES = 64
 SAMPLE_BYTES = 64 << 10
 _POOLING_MAX = 4
@@ -91,6 +91,21 @@ def read_gguf(path: Path) -> GgufFile:
     return _describe(headers, tensors)
 
 
+def split_names(name: str) -> list[str]:
+    """Return the file names of the whole model, in order, given the name of any of its files."""
+    match = _SPLIT_NAME.fullmatch(name)
+    if match is None:
+        return [name]
+    stem, count = match[1], min(int(match[2]), SPLITS_MAX)
+    return [f"{stem}-{number:05}-of-{match[2]}.gguf" for number in range(1, count + 1)] or [name]
+
+
+def model_name(name: str) -> str:
+    """Return a file's name without what makes it a file: the ending and a part's number."""
+    match = _SPLIT_NAME.fullmatch(name)
+    return match[1] if match else name.removesuffix(".gguf")
+
+
 def _first_part(path: Path) -> Path:
     """Return where a model begins, given any of its files, after checking that it is a file."""
     try:
@@ -105,12 +120,7 @@ def _first_part(path: Path) -> Path:
         raise ModelFileError(path, "is a directory", f"give a .gguf file, {listed}")
     if not stat.S_ISREG(mode):
         raise ModelFileError(path, "is not a regular file", "give a .gguf file")
-    match = SPLIT_NAME.fullmatch(path.name)
-    return path if match is None else _part(path, match["stem"], 1, int(match["count"]))
-
-
-def _part(path: Path, stem: str, number: int, count: int) -> Path:
-    return path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf")
+    return path.with_name(split_names(path.name)[0])
 
 
 def _open_header(path: Path) -> Header:
@@ -181,12 +191,11 @@ def _other_parts(first: Header) -> list[Header]:
     count = first.integer("split.count", 0, high=SPLITS_MAX)
     if count <= 1:
         return []
-    match = SPLIT_NAME.fullmatch(first.path.name)
-    if match is None or int(match["count"]) != count or first.integer("split.no", 0, high=count):
+    paths = [first.path.with_name(name) for name in split_names(first.path.name)]
+    if len(paths) != count or first.integer("split.no", 0, high=count):
         found = f"is one of {count} files of a split model, but not named so"
         remedy = f"name them NAME-00001-of-{count:05}.gguf and so on, in their order"
         raise ModelFileError(first.path, found, remedy)
-    paths = [_part(first.path, match["stem"], number + 1, count) for number in range(count)]
     if missing := [path.name for path in paths if not path.is_file()]:
         listed = ", ".join(missing[:_LISTED_MAX])
         found = f"is part of a split model of which {len(missing)} of {count} files are missing"

@@ -227,7 +227,7 @@ def _read_node(path: Path, number: int, ids: list[int], cores: tuple[Core, ...])
     distances = [_parse(path / "distance", word, int) for word in words]
     # The kernel lists one distance per online node, so ids with gaps still match by position.
     by_id = dict(zip(ids, distances, strict=True)) if len(distances) == len(ids) else {}
-    return Node(number, cores, total, min(free, total), by_id)
+    return Node(number, cores, total, free, by_id)
 
 
 def _with_memory_of(path: Path, node: Node) -> Node:
@@ -236,7 +236,7 @@ def _with_memory_of(path: Path, node: Node) -> Node:
     free = _kilobytes(path, meminfo.get("MemAvailable", meminfo.get("MemFree", "0")))
     if total == 0:
         return node
-    return replace(node, memory_total_bytes=total, memory_free_bytes=min(free, total))
+    return replace(node, memory_total_bytes=total, memory_free_bytes=free)
 
 
 def _read_cores(cpu_root: Path, cpus: Iterable[int]) -> tuple[Core, ...]:
@@ -266,9 +266,8 @@ def _cgroups(mount: Path, proc_root: Path) -> list[Path]:
     lines = (_optional_text(proc_root / "self/cgroup") or "").splitlines()
     paths = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
     own = PurePosixPath(*paths[:1])
-    # A container may see its own cgroup as the mount while /proc names a path of the host.
-    if ".." in own.parts or not (mount / own).is_dir():
-        own = PurePosixPath()
+    # A container may see its own cgroup as the mount while /proc names a path of the host: of that
+    # path nothing is there, and the mount remains.
     return [mount / path for path in (own, *own.parents)]
 
 

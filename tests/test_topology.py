@@ -173,9 +173,16 @@ def test_a_container_that_sees_its_cgroup_as_the_root_finds_its_limits(
 ) -> None:
     (r730 / "proc/self/cgroup").write_text(f"0::{path}\n")
     (r730 / "sys/fs/cgroup").mkdir(parents=True)
-    (r730 / "sys/fs/sibling").mkdir()
     (r730 / "sys/fs/cgroup/cpu.max").write_text("400000 100000\n")
     assert 4.0 == read(r730).cpu_quota
+
+
+def test_a_cgroup_that_names_no_cpus_leaves_those_of_the_one_around_it(r730: Path) -> None:
+    (r730 / "proc/self/cgroup").write_text("0::/inner\n")
+    (r730 / "sys/fs/cgroup/inner").mkdir(parents=True)
+    (r730 / "sys/fs/cgroup/inner/cpuset.cpus.effective").write_text("\n")
+    (r730 / "sys/fs/cgroup/cpuset.cpus.effective").write_text("5-6\n")
+    assert frozenset({5, 6}) == read(r730).allowed_cpus
 
 
 def test_the_second_hierarchy_of_a_hybrid_system_is_found(r730: Path) -> None:
@@ -231,12 +238,18 @@ def test_without_sibling_lists_the_core_ids_tell(r730: Path) -> None:
 
 
 def test_a_cpu_without_topology_is_a_core_of_its_own_and_that_is_said(r730: Path) -> None:
-    for path in r730.glob("sys/devices/system/cpu/cpu*/topology"):
-        shutil.rmtree(path)
+    shutil.rmtree(r730 / "sys/devices/system/cpu/cpu30/topology")
     topology = read(r730)
-    assert [28, 28] == [len(node.cores) for node in topology.nodes]
-    assert {-1} == set(topology.packages)
+    assert [15, 14] == [len(node.cores) for node in topology.nodes]
+    assert {-1: (0,), 0: (0,), 1: (1,)} == topology.packages
     assert ("some CPUs do not tell their core: each counts as a core of its own",) == topology.notes
+
+
+def test_a_cpu_that_went_offline_meanwhile_is_not_counted(r730: Path) -> None:
+    (r730 / "sys/devices/system/cpu/online").write_text("0-54\n")
+    topology = read(r730)
+    assert (27,) == topology.nodes[1].cores[-1].cpus
+    assert () == topology.notes
 
 
 def test_a_cpu_that_two_nodes_list_counts_for_the_first(tmp_path: Path) -> None:
@@ -320,9 +333,9 @@ def test_libnuma_agrees_about_the_running_machine() -> None:
     assert [] == verify_with_libnuma(read_topology())
 
 
-def pretend_libnuma(monkeypatch: pytest.MonkeyPatch, name: str) -> SimpleNamespace:
+def pretend_libnuma(monkeypatch: pytest.MonkeyPatch, topology: Topology) -> SimpleNamespace:
     """py-libnuma's answers on a machine of ours."""
-    nodes = {node.id: node for node in machine(name).nodes}
+    nodes = {node.id: node for node in topology.nodes}
     info = SimpleNamespace(
         numa_available=lambda: True,
         get_max_node=lambda: max(nodes),
@@ -338,12 +351,20 @@ def pretend_libnuma(monkeypatch: pytest.MonkeyPatch, name: str) -> SimpleNamespa
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_libnuma_that_agrees_is_silent(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    pretend_libnuma(monkeypatch, name)
+    pretend_libnuma(monkeypatch, machine(name))
     assert [] == verify_with_libnuma(machine(name))
 
 
+def test_libnuma_has_no_size_for_a_node_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = machine("cxl-memory-node").nodes
+    nodes = (first, replace(second, memory_total_bytes=0), third)
+    topology = replace(machine("cxl-memory-node"), nodes=nodes)
+    pretend_libnuma(monkeypatch, topology)
+    assert [] == verify_with_libnuma(topology)
+
+
 def test_what_libnuma_sees_differently_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    libnuma = pretend_libnuma(monkeypatch, "r730")
+    libnuma = pretend_libnuma(monkeypatch, machine("r730"))
     libnuma.info.get_max_node = lambda: 3
     libnuma.info.numa_distance = lambda a, b: 10 if a == b else 20
     libnuma.memory.sizes[1] = 32 * GIB
@@ -356,7 +377,7 @@ def test_what_libnuma_sees_differently_is_said(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cpu_that_libnuma_misses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_libnuma(monkeypatch, "laptop").info.node_to_cpus = lambda _: [0, 1]
+    pretend_libnuma(monkeypatch, machine("laptop")).info.node_to_cpus = lambda _: [0, 1]
     (note,) = verify_with_libnuma(machine("laptop"))
     assert note.startswith("the CPUs of node 0: sysfs says (0, 1, 2, ")
     assert note.endswith("libnuma says (0, 1)")
@@ -369,5 +390,5 @@ def test_a_machine_without_libnuma_is_told_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_kernel_without_numa_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_libnuma(monkeypatch, "r730").info.numa_available = lambda: False
+    pretend_libnuma(monkeypatch, machine("r730")).info.numa_available = lambda: False
     assert ["libnuma finds no NUMA support in this kernel"] == verify_with_libnuma(machine("r730"))

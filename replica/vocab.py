@@ -46,9 +46,9 @@ class Vocab:
         self._model = model
         self._vocab = llama.llama_model_get_vocab(model)
         self.n_tokens = int(llama.llama_vocab_n_tokens(self._vocab))
+        self.piece_bytes_max = 1
+        """The longest text of one token: no text has fewer tokens than its length over this."""
         self._pieces = self._read_pieces()
-        self.piece_bytes_max = max(map(len, self._pieces))
-        """The longest piece: a text has at least its length divided by this many tokens."""
         self.bos_id = self._known_id(llama.llama_vocab_bos(self._vocab))
         self.eos_id = self._known_id(llama.llama_vocab_eos(self._vocab))
         self.bos = self._text(self.bos_id)
@@ -137,10 +137,12 @@ class Vocab:
                 room = -size
                 buffer = ctypes.create_string_buffer(room)
                 size = to_piece(vocab, token_id, buffer, room, 0, False)  # noqa: FBT003 - C
-            if size == 0 and (text := self._llama.llama_vocab_get_text(vocab, token_id)):
-                pieces.append(text if text in _PRESERVED else b"")
-            else:
-                pieces.append(buffer.raw[:size])
+            piece = text = buffer.raw[:size]
+            if not piece:
+                text = self._llama.llama_vocab_get_text(vocab, token_id) or b""
+                piece = text if text in _PRESERVED else b""
+            self.piece_bytes_max = max(self.piece_bytes_max, len(text))
+            pieces.append(piece)
         return pieces
 
     def _known_id(self, token_id: int) -> int | None:

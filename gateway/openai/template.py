@@ -7,6 +7,7 @@ Transformers offers. It is compiled once. Knows no token and no HTTP.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, Never
 
 import jinja2
@@ -87,13 +88,14 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
-        **variables: object,
+        variables: Mapping[str, object] = MappingProxyType({}),
     ) -> str:
-        """Return the text the model is to continue."""
+        """Return the text the model is to continue. `variables` are the template's own."""
         template = self._tools if tools else self._plain
-        defaults = {"add_generation_prompt": True, "tools": tools or None}
+        given = {"messages": messages, "tools": tools or None}
+        defaults = self._texts | {"add_generation_prompt": True}
         try:
-            return template.render(self._texts | defaults | variables | {"messages": messages})
+            return template.render({**defaults, **variables, **given})
         except jinja2.TemplateError as error:
             raise TemplateRefusedError(str(error)) from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -1,5 +1,7 @@
 """Settings of the gateway's commands. How they are read is `replica.config`'s business."""
 
+import os
+import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -71,6 +73,7 @@ class GatewaySettings(EdgeSettings):
     secret_file: Path | None = Field(
         default=None, description="File with the secret that tcp: replicas ask for."
     )
+    ctx: int = Field(default=4096, ge=32, description="Tokens per sequence, as the replicas have.")
 
     @field_validator("replica")
     @classmethod
@@ -105,3 +108,8 @@ def read_keys(file: Path | None) -> frozenset[str]:
     if not keys:
         raise ConfigError(f"--api-key-file {file}: it holds no key; write one per line")
     return keys
+
+
+def runtime_base() -> Path:
+    """Return where this user's short-lived sockets belong."""
+    return Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())

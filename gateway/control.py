@@ -1,10 +1,11 @@
 """The control plane: what is known of every replica, and who may get requests.
 
 Owns the table of replicas. Hears the links and the supervisor, keeps the prefix index and opens
-and closes replicas at the dispatcher. Synchronous throughout: it decides, and calls one function
-(`wake`) when something may now be placed.
+and closes replicas at the dispatcher. Synchronous throughout: it decides, and calls a function
+when somebody else has to act on it.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from gateway.supervisor import ProcessState
 from replica.wire import EnginePhase, Facts, Frame, Heartbeat, Hello, Load
 
 log = logging.getLogger(__name__)
+
+NO_LOAD = Load(0, 0, 0)
 
 
 class ReplicaState(Enum):
@@ -39,7 +42,7 @@ class Replica:
     state: ReplicaState = ReplicaState.STARTING
     reason: str = ""
     facts: Facts | None = None
-    load: Load = Load(0, 0, 0)
+    load: Load = NO_LOAD
     phase: EnginePhase = EnginePhase.LOADING
     epoch: int | None = None
     connections: int = 0
@@ -55,15 +58,20 @@ class Control:
         dispatcher: Dispatcher,
         prefix_index: PrefixIndex,
         fingerprint: str,
-        end_process: Callable[[str], None],
+        context_tokens: int,
     ) -> None:
         self.replicas = {name: Replica(name, node) for name, node in replicas}
         self._dispatcher = dispatcher
         self._prefix_index = prefix_index
         self._fingerprint = fingerprint
-        self._end_process = end_process
+        self._context_tokens = context_tokens
         self.wake: Callable[[], None] = lambda: None
+        """Called when something may now be placed."""
+        self.end_process: Callable[[str], None] = lambda _replica_id: None
+        """Called when a replica has fallen silent."""
         self.draining = False
+        self.all_failed = asyncio.Event()
+        """Set when every replica's process has ended for good."""
 
     @property
     def ready(self) -> bool:
@@ -87,10 +95,7 @@ class Control:
         replica.facts = facts = hello.facts
         replica.node = facts.node
         replica.load = hello.load
-        objection = facts.refusal
-        if facts.model_fingerprint != self._fingerprint:
-            objection = "it holds another model than this gateway's --model"
-        if objection:
+        if objection := self._objection(facts):
             replica.state, replica.reason = ReplicaState.REFUSED, objection
             log.error("%s may not serve: %s", replica_id, objection)
             return
@@ -99,6 +104,13 @@ class Control:
         self._dispatcher.open(replica_id, facts.parallel)
         log.info("%s is ready: node %d, pid %d", replica_id, facts.node, facts.pid)
         self.wake()
+
+    def _objection(self, facts: Facts) -> str | None:
+        if facts.model_fingerprint != self._fingerprint:
+            return "it holds another model than this gateway's --model"
+        if facts.context_tokens < self._context_tokens:
+            return f"its --ctx {facts.context_tokens} is below the gateway's {self._context_tokens}"
+        return facts.refusal
 
     def heard(self, replica_id: str, frame: Frame) -> bool:
         replica = self.replicas[replica_id]
@@ -119,11 +131,11 @@ class Control:
         self._dispatcher.close(replica_id)
         self._prefix_index.forget(replica_id)
         replica.facts = None
-        replica.load = Load(0, 0, 0)
+        replica.load = NO_LOAD
         if replica.state is not ReplicaState.FAILED:
             replica.state, replica.reason = ReplicaState.STARTING, reason
         if silent:
-            self._end_process(replica_id)
+            self.end_process(replica_id)
 
     def process_changed(self, replica_id: str, state: ProcessState, reason: str) -> None:
         replica = self.replicas[replica_id]
@@ -131,6 +143,8 @@ class Control:
             case ProcessState.FAILED:
                 replica.state, replica.reason = ReplicaState.FAILED, reason
                 self._dispatcher.close(replica_id)
+                if all(each.state is ReplicaState.FAILED for each in self.replicas.values()):
+                    self.all_failed.set()
                 self.wake()
             case ProcessState.BACKOFF:
                 replica.reason = reason

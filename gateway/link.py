@@ -241,6 +241,7 @@ async def _send(socket: ClientConnection, outbox: asyncio.Queue[Down]) -> None:
 
 def _decode(data: str | bytes) -> Up:
     try:
-        return decode_up(data if isinstance(data, bytes) else data.encode())
+        message: Up = decode_up(data if isinstance(data, bytes) else data.encode())
     except msgspec.MsgspecError as error:
         raise WireError(f"not a message of wire version {WIRE_VERSION}: {error}") from None
+    return message

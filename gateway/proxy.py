@@ -106,6 +106,8 @@ class Observer(Protocol):
 
     def placed(self, reason: str, queue_s: float) -> None: ...
 
+    def generated(self, replica_id: str, count: int) -> None: ...
+
 
 @dataclass(slots=True)
 class _Course:
@@ -116,6 +118,7 @@ class _Course:
     cached_tokens: int | None = None
     losses: int = 0
     announced: bool = False
+    over: bool = False
 
     def request(self) -> Generate:
         job = self.job
@@ -152,14 +155,16 @@ class Proxy:
         self._queue_timeout_s = queue_timeout_s
         self._placements: dict[str, asyncio.Future[Decision]] = {}
         self._service_s: float | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._jobs = 0
         self.draining = False
         self.recoveries = 0
         """Times a job went on elsewhere after its replica was lost."""
 
-    @property
-    def inflight(self) -> int:
-        """Jobs that wait or run."""
-        return self._dispatcher.queued + self._dispatcher.running
+    async def idle(self) -> None:
+        """Wait until no job waits or runs."""
+        await self._idle.wait()
 
     async def generate(self, job: Job) -> AsyncGenerator[JobEvent]:
         """Yield what happens to a job: `Placed`, then `Tokens`, then `Done`.
@@ -168,32 +173,45 @@ class Proxy:
         cancels the job. Raises what the head of this file lists.
         """
         course = _Course(job)
-        while True:
-            decision = await self._place(course)
-            started = time.monotonic()
-            try:
-                if not course.announced:
-                    course.announced = True
-                    yield Placed(decision.replica_id, self._mode())
-                client = self._clients[decision.replica_id]
-                async with aclosing(client.generate(course.request())) as outputs:
-                    async for output in outputs:
-                        event = _advance(course, output)
-                        if event is not None:
-                            yield event
-                        if isinstance(event, Done):
-                            self._learn(time.monotonic() - started)
-                            return
-            except ReplicaLostError as error:
-                course.losses += 1
-                log.warning("%s: %s after %d tokens", job.request_id, error, len(course.completion))
-                if course.losses >= LOSSES_MAX:
-                    message = f"{course.losses} replicas were lost while serving this request"
-                    raise GenerationFailedError(message) from None
-                self.recoveries += 1
-            finally:
-                self._dispatcher.release(job.request_id)
-                self.wake()
+        self._jobs += 1
+        self._idle.clear()
+        try:
+            while not course.over:
+                decision = await self._place(course)
+                async with aclosing(self._attempt(course, decision)) as events:
+                    async for event in events:
+                        yield event
+        finally:
+            self._jobs -= 1
+            if self._jobs == 0:
+                self._idle.set()
+
+    async def _attempt(self, course: _Course, decision: Decision) -> AsyncGenerator[JobEvent]:
+        """Have one replica work on a job until it is done or the replica is lost."""
+        job = course.job
+        started = time.monotonic()
+        try:
+            if not course.announced:
+                course.announced = True
+                yield Placed(decision.replica_id, self._mode())
+            client = self._clients[decision.replica_id]
+            async with aclosing(client.generate(course.request())) as outputs:
+                async for output in outputs:
+                    event = _advance(course, output)
+                    if isinstance(event, Tokens):
+                        self._observer.generated(decision.replica_id, len(event.token_ids))
+                    yield event
+            self._learn(time.monotonic() - started)
+        except ReplicaLostError as error:
+            course.losses += 1
+            log.warning("%s: %s after %d tokens", job.request_id, error, len(course.completion))
+            if course.losses >= LOSSES_MAX:
+                message = f"{course.losses} replicas were lost while serving this request"
+                raise GenerationFailedError(message) from None
+            self.recoveries += 1
+        finally:
+            self._dispatcher.release(job.request_id)
+            self.wake()
 
     def wake(self) -> None:
         """Match queue to replicas again. Called after every change to either."""
@@ -260,7 +278,7 @@ class Proxy:
         self._service_s = service_s if mean is None else mean + SMOOTHING * (service_s - mean)
 
 
-def _advance(course: _Course, output: Output | Finished) -> Tokens | Done | None:
+def _advance(course: _Course, output: Output | Finished) -> Tokens | Done:
     """Fold in what a replica said; return what the edge should hear."""
     match output:
         case Output(_, token_ids, logprobs):
@@ -270,6 +288,7 @@ def _advance(course: _Course, output: Output | Finished) -> Tokens | Done | None
             if course.cached_tokens is None:
                 course.cached_tokens = output.cached_tokens
             if output.reason in {FinishReason.STOP, FinishReason.LENGTH}:
+                course.over = True
                 return Done(output.reason.value, course.cached_tokens)
             if output.reason is FinishReason.REFUSED:
                 raise ReplicaLostError(f"refused: {output.error}")

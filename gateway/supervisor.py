@@ -20,6 +20,8 @@ BACKOFF_FIRST_S = 0.25
 BACKOFF_MAX_S = 30.0
 HEALTHY_AFTER_S = 30.0
 """A replica that lived this long was well: its next restart begins with the first backoff."""
+STOP_S = 5.0
+"""What a replica gets to exit by itself after SIGTERM."""
 EXIT_CONFIGURATION = 2
 """A replica's exit code for what starting again would not mend."""
 
@@ -38,10 +40,8 @@ TRANSITIONS: frozenset[tuple[ProcessState, ProcessState]] = frozenset(
     {
         (ProcessState.STOPPED, ProcessState.RUNNING),
         (ProcessState.RUNNING, ProcessState.BACKOFF),
-        (ProcessState.RUNNING, ProcessState.STOPPED),
         (ProcessState.RUNNING, ProcessState.FAILED),
         (ProcessState.BACKOFF, ProcessState.RUNNING),
-        (ProcessState.BACKOFF, ProcessState.STOPPED),
     }
 )
 
@@ -68,27 +68,26 @@ def backoff_s(failures: int) -> float:
 
 
 class Supervisor:
-    """Owns the processes. `run` keeps one alive; `stop` ends them all."""
+    """Owns the processes: `run` keeps one alive for as long as it is not cancelled."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._states: dict[str, ProcessState] = {}
         self._processes: dict[str, asyncio.subprocess.Process] = {}
-        self._stopping = asyncio.Event()
         self.restarts: dict[str, int] = {}
 
     async def run(self, command: Command) -> None:
-        """Start the replica and start it again until `stop`, or until that would not help."""
+        """Start the replica, and start it again unless that would not help.
+
+        When cancelled, ends the replica (SIGTERM, and SIGKILL after `STOP_S`) before returning.
+        """
         name = command.replica_id
         self._states[name] = ProcessState.STOPPED
         self.restarts[name] = 0
         failures = 0
-        while not self._stopping.is_set():
+        while True:
             started = time.monotonic()
             code = await self._live(command)
-            if self._stopping.is_set():
-                self._move(name, ProcessState.STOPPED, "")
-                return
             if code == EXIT_CONFIGURATION:
                 reason = "it exited with 2: starting it again would not help; see its log"
                 log.error("%s: %s", name, reason)
@@ -99,9 +98,7 @@ class Supervisor:
             reason = f"{_ending(code)}; starting again in {wait_s:g} s"
             log.warning("%s: %s", name, reason)
             self._move(name, ProcessState.BACKOFF, reason)
-            if await self._stopped_within(wait_s):
-                self._move(name, ProcessState.STOPPED, "")
-                return
+            await asyncio.sleep(wait_s)
             self.restarts[name] += 1
 
     def pid(self, replica_id: str) -> int | None:
@@ -115,20 +112,6 @@ class Supervisor:
             log.warning("%s: killing pid %d", replica_id, process.pid)
             process.kill()
 
-    async def stop(self, patience_s: float) -> None:
-        """Ask every replica to drain and exit; kill what is left after `patience_s`."""
-        self._stopping.set()
-        for process in self._processes.values():
-            process.send_signal(signal.SIGTERM)
-        waits = [asyncio.create_task(process.wait()) for process in self._processes.values()]
-        if not waits:
-            return
-        _, pending = await asyncio.wait(waits, timeout=patience_s)
-        if pending:
-            for process in self._processes.values():
-                process.kill()
-            await asyncio.wait(pending)
-
     async def _live(self, command: Command) -> int:
         """Run the process once, from start to end; return its exit code."""
         process = await asyncio.create_subprocess_exec(
@@ -140,22 +123,24 @@ class Supervisor:
             return await process.wait()
         finally:
             if process.returncode is None:
-                process.kill()
+                await _end(process)
             del self._processes[command.replica_id]
-
-    async def _stopped_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            return False
-        return True
 
     def _move(self, replica_id: str, state: ProcessState, reason: str) -> None:
         was = self._states[replica_id]
         assert (was, state) in TRANSITIONS, f"{replica_id}: {was} to {state}"
         self._states[replica_id] = state
         self._listener.process_changed(replica_id, state, reason)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    process.terminate()
+    try:
+        async with asyncio.timeout(STOP_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
 
 
 def _ending(code: int) -> str:

@@ -12,17 +12,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import click
 
 from replica.binding import memory_locality, move_thread
 from replica.blocks import BLOCK_TOKENS, hash_root
-from replica.config import ConfigError, ReplicaSettings, load, options
+from replica.config import ConfigError, ReplicaSettings, load, options, read_secret
 from replica.engine import Engine, StepResult
 from replica.gguf_file import ModelFileError, read_gguf
 from replica.kv_streams import KvStreams
 from replica.llama import Llama, LlamaOptions, ModelLoadError
+from replica.logs import configure
 from replica.scheduler import Limits, Scheduler
 from replica.server import ReplicaServer
 from replica.wire import Drain, Facts
@@ -47,11 +47,9 @@ def main(**given: object) -> None:
 
     Speaks tokens over a WebSocket at /wire; /health and /status answer plain GETs.
     """
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
-    )
     try:
         settings = load(ReplicaSettings, given)
+        configure(settings.log_format, process=settings.replica_id)
         secret = _secret(settings)
     except ConfigError as error:
         sys.stderr.write(f"numaserve replica: {error}\n")
@@ -84,8 +82,7 @@ async def _serve(settings: ReplicaSettings, secret: str | None) -> int:
         threading.Thread(target=engine_thread, name="engine", daemon=True).start()
         if settings.housekeeping_cpus:
             move_thread(settings.housekeeping_cpus)
-        code = await engine_ended
-    return code
+        return await engine_ended
 
 
 class _Stop:
@@ -119,7 +116,7 @@ def _run_engine(
         engine.run()
         llama.close()
     except (ModelFileError, ModelLoadError) as error:
-        log.error("%s", error)
+        log.error("%s", error)  # noqa: TRY400  # the sentence is for the operator
         return EXIT_CONFIGURATION
     except BaseException:
         # Nobody may think this replica healthy because its event loop still answers.
@@ -160,9 +157,7 @@ def _build(
     return llama, engine, _facts(settings, fingerprint, cpus, threads)
 
 
-def _facts(
-    settings: ReplicaSettings, fingerprint: str, cpus: list[int], threads: int
-) -> Facts:
+def _facts(settings: ReplicaSettings, fingerprint: str, cpus: list[int], threads: int) -> Facts:
     """Measure where the memory really lies, and say what must be known of this replica."""
     locality = memory_locality(settings.nodes)
     ratio = locality.ratio
@@ -196,13 +191,7 @@ def _secret(settings: ReplicaSettings) -> str | None:
         if settings.listen.startswith("tcp:"):
             raise ConfigError("--listen tcp:… needs --secret-file: anyone could connect otherwise")
         return None
-    try:
-        secret = Path(settings.secret_file).read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"--secret-file {settings.secret_file}: {error.strerror}") from None
-    if not secret:
-        raise ConfigError(f"--secret-file {settings.secret_file}: the file is empty")
-    return secret
+    return read_secret(settings.secret_file)
 
 
 def _die_with(parent_pid: int) -> None:

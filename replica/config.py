@@ -71,6 +71,7 @@ class ReplicaSettings(ModelSettings):
     housekeeping_cpus: Integers = Field(
         default=(), description="CPUs for its event loop; default: those that compute."
     )
+    log_format: Literal["text", "json"] = Field(default="text", description="How log lines look.")
     degraded: str = Field(default="", description="Why the placement is weaker than planned.")
     secret_file: Path | None = Field(
         default=None, description="File with the secret a gateway must show; needed with tcp:."
@@ -94,6 +95,16 @@ def options(settings: type[BaseModel]) -> Callable[[Callable[..., Any]], Callabl
         return command
 
     return decorate
+
+
+def arguments(values: Mapping[str, object]) -> list[str]:
+    """Return the command line that gives a command these settings; empty ones are left out."""
+    words = []
+    for name, value in values.items():
+        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        if value is not None and text:
+            words.append(f"--{name.replace('_', '-')}={text}")
+    return words
 
 
 def load(
@@ -126,9 +137,7 @@ def load(
         raise ConfigError(_first_complaint(error, origins)) from None
 
 
-def unknown_variables(
-    known: set[str], environment: Mapping[str, str] | None = None
-) -> list[str]:
+def unknown_variables(known: set[str], environment: Mapping[str, str] | None = None) -> list[str]:
     """Return `NUMASERVE_*` variables that no setting in `known` (field names) stands for."""
     environment = os.environ if environment is None else environment
     return sorted(
@@ -137,6 +146,17 @@ def unknown_variables(
         if variable.startswith(ENVIRONMENT_PREFIX)
         and variable.removeprefix(ENVIRONMENT_PREFIX).lower() not in known
     )
+
+
+def read_secret(file: Path) -> str:
+    """Return the shared secret in a file, without the blanks around it."""
+    try:
+        secret = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--secret-file {file}: {error}") from None
+    if not secret:
+        raise ConfigError(f"--secret-file {file}: the file is empty")
+    return secret
 
 
 def child_environment(**changes: str) -> dict[str, str]:
@@ -183,7 +203,7 @@ def _metavar(field: Any) -> str:  # noqa: ANN401  # pydantic's FieldInfo holds a
 
 
 def _shown_default(default: object) -> str:
-    if default is None or default == () or default == "":
+    if default in (None, (), ""):
         return ""
     if isinstance(default, tuple):
         return f" [default: {','.join(map(str, default))}]"

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replica.batch import Batch, DecodeError
-from replica.ggml import open_llama
+from replica.ggml import open_library
 
 KV_TYPES = {"f16": 1, "q8_0": 8}
 """Names of KV cell types and their ggml_type numbers."""
@@ -50,7 +50,7 @@ class Llama:
 
     def __init__(self, options: LlamaOptions) -> None:
         assert 0 < options.parallel <= STREAMS_MAX
-        self._llama = llama = open_llama()
+        self._llama = llama = open_library()
         self._parallel = options.parallel
         self.batch_tokens_max = options.batch_tokens_max
         self._batch_rows_max = max(options.batch_tokens_max, options.parallel)
@@ -146,7 +146,13 @@ class _BatchRows:
         )
 
     def fill(
-        self, at: int, token_ids: Sequence[int], position: int, stream_id: int, *, wants_logits: bool
+        self,
+        at: int,
+        token_ids: Sequence[int],
+        position: int,
+        stream_id: int,
+        *,
+        wants_logits: bool,
     ) -> int:
         """Write a run of one stream's tokens behind row `at`; return the row after it.
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
 import msgspec
 from websockets.asyncio.server import Server, ServerConnection, serve, unix_serve
@@ -49,6 +49,12 @@ MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 CLOSE_REPLACED = 4001
 CLOSE_TOO_SLOW = 4002
 CLOSE_NONSENSE = 4003
+
+_SOCKET: dict[str, Any] = {
+    "compression": None,  # tokens do not shrink, and a step should not wait for zlib
+    "max_size": MESSAGE_BYTES_MAX,
+    "ping_interval": None,  # the heartbeats say more
+}
 
 
 @dataclass(slots=True)
@@ -121,21 +127,13 @@ class ReplicaServer:
     async def listen(self, address: str) -> AsyncGenerator[Server]:
         """Listen on `unix:PATH` or `tcp:HOST:PORT` for as long as the block runs."""
         kind, _, rest = address.partition(":")
-        settings = {
-            "compression": None,  # tokens do not shrink, and a step should not wait for zlib
-            "max_size": MESSAGE_BYTES_MAX,
-            "ping_interval": None,  # the heartbeats say more
-            "process_request": self._answer_probe,
-        }
         if kind == "unix":
-            path = Path(rest)
-            path.unlink(missing_ok=True)
-            server = await unix_serve(self._converse, str(path), **settings)
+            server = unix_serve(self._converse, rest, **_SOCKET, process_request=self._probe)
         else:
             host, _, port = rest.rpartition(":")
-            server = await serve(self._converse, host, int(port), **settings)
-        async with server:
-            yield server
+            server = serve(self._converse, host, int(port), **_SOCKET, process_request=self._probe)
+        async with server as listening:
+            yield listening
 
     def status(self) -> dict[str, object]:
         """Return what `/status` shows."""
@@ -151,7 +149,7 @@ class ReplicaServer:
             **facts,
         }
 
-    def _answer_probe(self, connection: ServerConnection, request: Request) -> Response | None:
+    def _probe(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer plain GETs; return None to let a WebSocket through."""
         if self._secret is not None and request.path != "/health":
             shown = request.headers.get("authorization", "")
@@ -205,7 +203,7 @@ class ReplicaServer:
             try:
                 message = decode_down(data if isinstance(data, bytes) else data.encode())
             except msgspec.MsgspecError as error:
-                log.error("not a message of wire version %d: %s", WIRE_VERSION, error)
+                log.error("not a message of version %d: %s", WIRE_VERSION, error)  # noqa: TRY400
                 await link.socket.close(CLOSE_NONSENSE, "not a message of this wire version")
                 return
             match message:

@@ -100,11 +100,8 @@ async def _stop_server(
     drained = asyncio.ensure_future(drain())
     at_once = asyncio.ensure_future(shutdown.now.wait())
     try:
-        await asyncio.wait(
-            {drained, at_once},
-            timeout=shutdown.drain_timeout_s,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        patience_s = shutdown.drain_timeout_s
+        await asyncio.wait({drained, at_once}, timeout=patience_s, return_when=FIRST_COMPLETED)
         if not drained.done():
             server.force_exit = True
             shutdown.code = shutdown.code or EXIT_CUT_SHORT

@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import FastAPI
+
 from gateway import operations
 from gateway.config import (
     EdgeSettings,
@@ -26,8 +28,9 @@ from gateway.link import Address, ReplicaLink
 from gateway.metrics import LiveCollector, Metrics
 from gateway.model_source import ResolvedModel, resolve_model
 from gateway.modes import Mode, choose, domains_of
+from gateway.openai.auth import ApiKeys
 from gateway.openai.edge import Edge, EdgeLimits
-from gateway.openai.routes import build_app
+from gateway.openai.routes import install
 from gateway.openai.template import ChatTemplate
 from gateway.prefix_index import PrefixIndex
 from gateway.proxy import Proxy
@@ -223,7 +226,10 @@ def _assemble(settings: EdgeSettings, site: Site) -> Parts:
         metrics,
         lambda: status((site.mode, site.mode_reason), control, dispatcher, proxy, supervisor),
     )
-    app = build_app(edge, read_keys(settings.api_key_file), routes)
+    app = FastAPI(title="numaserve", docs_url="/docs", redoc_url=None)
+    app.include_router(routes)
+    install(app, edge)
+    app.add_middleware(ApiKeys, keys=read_keys(settings.api_key_file))
     return Parts(app, control, proxy, supervisor, links)
 
 

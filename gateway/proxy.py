@@ -81,6 +81,8 @@ class Tokens:
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
+    cached_tokens: int | None = None
+    """With the job's first tokens: as in `Done`, for who stops listening before that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,9 +283,12 @@ class Proxy:
 def _advance(course: _Course, output: Output | Finished) -> Tokens | Done:
     """Fold in what a replica said; return what the edge should hear."""
     match output:
-        case Output(_, token_ids, logprobs):
+        case Output(_, token_ids, logprobs, cached_tokens):
+            first = not course.completion
             course.completion += token_ids
-            return Tokens(token_ids, logprobs)
+            if course.cached_tokens is None:
+                course.cached_tokens = cached_tokens
+            return Tokens(token_ids, logprobs, cached_tokens if first else None)
         case Finished():
             if course.cached_tokens is None:
                 course.cached_tokens = output.cached_tokens

@@ -191,7 +191,9 @@ class Scheduler:
         sequence.token_ids.append(draw.token_id)
         sequence.sampler.accept(draw.token_id)
         logprobs = None if draw.logprobs is None else [draw.logprobs]
-        news.outputs.append(Output(sequence.request_id, [draw.token_id], logprobs))
+        cached_tokens = None if sequence.heard else sequence.cached_tokens
+        sequence.heard = True
+        news.outputs.append(Output(sequence.request_id, [draw.token_id], logprobs, cached_tokens))
         full = len(sequence.token_ids) == self._limits.context_tokens
         if full or sequence.completion_tokens == sequence.request.tokens_max:
             news.finished.append(self._finish(sequence, FinishReason.LENGTH))

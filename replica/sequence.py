@@ -42,6 +42,8 @@ class Sequence:
     cached_tokens: int = 0
     computed_tokens: int = 0
     finish_reason: FinishReason | None = None
+    heard: bool = False
+    """Whether a first token has been published."""
 
     def __post_init__(self) -> None:
         assert 0 < self.request.prompt_tokens <= len(self.request.token_ids)

@@ -116,6 +116,8 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     """One entry per token where the request asked for them."""
+    cached_tokens: int | None = None
+    """With the first tokens only: as in `Finished`, for who stops listening before that."""
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True):

@@ -32,6 +32,9 @@ class CacheShape:
     value_widths: tuple[int, ...]
     state_elements: int
     """Per sequence, whatever its length: the recurrent layers' states together."""
+    state_layers: int
+    state_width: int
+    """Elements per token inside a recurrent layer; 0 without one."""
 
 
 def cache_kind(header: Header) -> Kind:
@@ -59,10 +62,14 @@ def cache_shape(
     indexer = header.integer(f"{prefix}attention.indexer.key_length", 0, high=WIDTH_MAX)
     shared = header.integer(f"{prefix}attention.shared_kv_layers", 0, high=layers)
     own = [layer for layer in attends if layer < layers - shared]
+    state = _state_elements(header, prefix, width, heads[0], head) if recurs else 0
+    inner = header.integer(f"{prefix}ssm.inner_size", 0, high=WIDTH_MAX) or width
     return CacheShape(
         tuple(keys[layer] * kv_heads[layer] + indexer for layer in own),
         tuple(values[layer] * kv_heads[layer] for layer in own),
-        len(recurs) * _state_elements(header, prefix, width, heads[0], head) if recurs else 0,
+        state_elements=len(recurs) * state,
+        state_layers=len(recurs),
+        state_width=inner if recurs else 0,
     )
 
 

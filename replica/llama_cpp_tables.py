@@ -1,7 +1,7 @@
 """What llama.cpp knows, as tables: its architectures, tensor types and file types.
 
 Copied from llama.cpp 0c1e57098, the one inside llama-cpp-python 0.3.36, so that a model can be
-judged before anything is loaded. `tests/test_gguf_file.py` compares the tables with the installed
+judged before anything is loaded. `tests/test_llama_cpp_tables.py` compares them with the installed
 library and fails when it is another version: then go through the sources named below again.
 """
 

@@ -2,8 +2,8 @@
 
 Pure arithmetic: knows no file, no node and no llama.cpp. The rules are llama.cpp's where it has
 any (the KV cache, the output buffer). The compute buffer is llama.cpp's allocator at work, for
-which there is no formula; what is here was fitted to what it logs for 19 shapes of dense models
-and mixtures of experts, from 0.5B to 70B: see `tests/test_memory.py`.
+which there is no formula; what is here was fitted to what it logs for 19 shapes of dense models and
+mixtures of experts from 0.5B to 70B, and two of mamba: see `tests/test_memory.py`.
 """
 
 from dataclasses import dataclass
@@ -84,11 +84,10 @@ def predict_memory(
     token_elements = sum(cache.key_widths) + sum(cache.value_widths)
     streams_bytes = room * parallel * token_elements * _TYPE_SIZES[kv_type]
     states_bytes = parallel * cache.state_elements * FLOAT_BYTES
-    compute_bytes, work_bytes = _predict_compute(gguf, room, parallel, batch_tokens)
     overhead_bytes = (
         PROCESS_BYTES
         + LOADING_BYTES
-        + work_bytes
+        + _work_bytes(gguf, batch_tokens)
         + gguf.n_vocab * TOKEN_BYTES
         + gguf.n_merges * MERGE_BYTES
         + room * parallel * CELL_BYTES
@@ -96,7 +95,7 @@ def predict_memory(
     return MemoryNeed(
         weights_bytes=gguf.weights_bytes + _output_matrix_bytes(gguf),
         kv_bytes=round(streams_bytes) + states_bytes,
-        compute_bytes=compute_bytes,
+        compute_bytes=_compute_bytes(gguf, room, parallel, batch_tokens),
         output_bytes=parallel * gguf.n_vocab * FLOAT_BYTES,
         overhead_bytes=overhead_bytes,
     )
@@ -147,29 +146,36 @@ def _output_matrix_bytes(gguf: GgufFile) -> int:
     return tied.size_bytes if tied is not None and tied.type_name in REPACKED_TYPES else 0
 
 
-def _predict_compute(
-    gguf: GgufFile, room: int, parallel: int, batch_tokens: int
-) -> tuple[int, int]:
-    """Return the sizes of the compute buffer and of the matrix products' scratch space.
+def _compute_bytes(gguf: GgufFile, room: int, parallel: int, batch_tokens: int) -> int:
+    """Return the size of the buffer for intermediate results, for the largest step there can be.
 
-    llama.cpp reserves for its worst step. The buffer is as large as what lives at once in the most
-    demanding place: the feed-forward layer, the experts, attention, or the rows of logits; and the
-    mask, two with sliding windows.
+    It holds what lives at once in the most demanding place: the feed-forward layer, the experts,
+    attention, a recurrent layer, or the rows of logits. And the masks: two with sliding windows.
     """
-    width = gguf.n_embd
+    width, cache = gguf.n_embd, gguf.cache
     query = max(gguf.n_heads) * gguf.head_width
-    key = max(gguf.cache.key_widths, default=0)
-    value = max(gguf.cache.value_widths, default=0)
+    attended = max(cache.key_widths, default=0) + max(cache.value_widths, default=0)
     routed = gguf.n_experts_used
-    routed_width = routed * (gguf.n_ff_expert or gguf.n_ff)
     per_token = max(
-        3 * max(gguf.n_ff if not routed else 0, routed_width) + 3 * width + query,
-        2 * routed * width + routed_width + 3 * width,
-        2 * query + key + value + 4 * width,
+        3 * _feed_forward_width(gguf) + 3 * width + query,
+        2 * routed * width + routed * (gguf.n_ff_expert or gguf.n_ff) + 3 * width,
+        2 * query + attended + 4 * width,
+        7 * cache.state_width,
     )
-    masks = 2 if gguf.kind == "sliding-window" else 1
-    layers_bytes = batch_tokens * (per_token * FLOAT_BYTES + masks * room * MASK_BYTES)
+    masks = {"sliding-window": 2, "recurrent": 0}.get(gguf.kind, 1)
+    layer_bytes = batch_tokens * (per_token * FLOAT_BYTES + masks * room * MASK_BYTES)
+    states_bytes = parallel * cache.state_elements // max(cache.state_layers, 1) * FLOAT_BYTES
     logits_bytes = (parallel * gguf.n_vocab + 3 * batch_tokens * width) * FLOAT_BYTES
-    widest = max(gguf.n_ff, query, width, routed_width)
-    work_bytes = round(batch_tokens * widest * WORK_BYTES_PER_ELEMENT)
-    return max(layers_bytes, logits_bytes), work_bytes
+    return max(layer_bytes + states_bytes, logits_bytes)
+
+
+def _work_bytes(gguf: GgufFile, batch_tokens: int) -> int:
+    """Return the scratch space of the widest matrix product."""
+    widest = max(_feed_forward_width(gguf), max(gguf.n_heads) * gguf.head_width, gguf.n_embd)
+    return round(batch_tokens * widest * WORK_BYTES_PER_ELEMENT)
+
+
+def _feed_forward_width(gguf: GgufFile) -> int:
+    """Return how wide a token's feed-forward layer is, all its experts together."""
+    routed = gguf.n_experts_used * (gguf.n_ff_expert or gguf.n_ff)
+    return routed or gguf.n_ff

@@ -162,7 +162,11 @@ class ReplicaLink:
                 greeted = True
                 self._outbox = asyncio.Queue(OUTBOX_MAX)
                 self._listener.connected(self.replica_id, hello)
-                await self._converse(socket, self._outbox)
+                try:
+                    await self._converse(socket, self._outbox)
+                except SilentError:
+                    socket.transport.abort()  # who is silent would not answer a closing handshake
+                    raise
         except (OSError, InvalidHandshake, InvalidMessage, ConnectionClosed, WireError) as error:
             end = error
         finally:
@@ -226,7 +230,6 @@ class ReplicaLink:
             lagged = now - woke_at > 2 * WATCH_S
             woke_at = now
             if not lagged and now - self._heard_at > self._silence_max_s:
-                socket.transport.abort()
                 raise SilentError(f"silent for {now - self._heard_at:.1f} s")
 
     def _end_streams(self, reason: str) -> None:

@@ -6,6 +6,7 @@ nothing, and it says in whole sentences what it left out and why.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from replica.topology import Core, Node, Topology, format_cpu_list
@@ -57,8 +58,12 @@ class _Place(NamedTuple):
 
     name: str
     nodes: tuple[int, ...]
-    cores: tuple[Core, ...]
-    """Not empty, by node and then by id; with the usable threads alone."""
+    rows: tuple[tuple[Core, ...], ...]
+    """Per node, with the usable threads alone; no row is empty."""
+
+    @property
+    def cores(self) -> tuple[Core, ...]:
+        return tuple(core for row in self.rows for core in row)
 
 
 class _Share(NamedTuple):
@@ -89,7 +94,7 @@ def plan(
     elif domain == "socket":
         places = _socket_places(topology, chosen)
     else:
-        places = [_Place(f"node {n.id}", (n.id,), topology.usable_cores(n)) for n in chosen]
+        places = [_Place(f"node {n.id}", (n.id,), (topology.usable_cores(n),)) for n in chosen]
     _check_threads(places, threads)
     quota = None if topology.cpu_quota is None else int(topology.cpu_quota / len(places))
     shares = [_share(len(place.cores), threads, quota) for place in places]
@@ -109,10 +114,10 @@ def plan(
 def numactl_argv(domain: PlacementDomain, *, bind_memory: bool) -> list[str]:
     """What to put before a replica's command.
 
-    numactl refuses CPUs outside the affinity of the thread that starts it, so this must be run by
-    a thread that was not itself moved to the housekeeping CPUs.
+    Without `--all` numactl refuses CPUs outside the affinity of the thread that starts it, and
+    that may be a gateway's that has already moved to its housekeeping CPUs.
     """
-    argv = ["numactl", f"--physcpubind={_comma(domain.compute_cpus)}"]
+    argv = ["numactl", "--all", f"--physcpubind={_comma(domain.compute_cpus)}"]
     if bind_memory:
         argv.append(f"--membind={_comma(domain.nodes)}")
     return [*argv, "--"]
@@ -174,8 +179,8 @@ def _socket_places(topology: Topology, chosen: list[Node]) -> list[_Place]:
         ids = tuple(sorted(node.id for node in group))
         packages = sorted({package for node in group for package in node.packages})
         ordered = sorted(group, key=lambda node: node.id)
-        cores = tuple(core for node in ordered for core in topology.usable_cores(node))
-        places.append(_Place(f"socket {_comma(packages)} ({_nodes(ids)})", ids, cores))
+        rows = tuple(topology.usable_cores(node) for node in ordered)
+        places.append(_Place(f"socket {_comma(packages)} ({_nodes(ids)})", ids, rows))
     return places
 
 
@@ -193,7 +198,7 @@ def _virtual_places(topology: Topology, chosen: list[Node], count: int) -> list[
     for index in range(count):
         piece = row[len(row) * index // count : len(row) * (index + 1) // count]
         memory = tuple(sorted({node for node, _ in piece}))
-        places.append(_Place(f"virtual node {index}", memory, tuple(core for _, core in piece)))
+        places.append(_Place(f"virtual node {index}", memory, (tuple(core for _, core in piece),)))
     return places
 
 
@@ -224,9 +229,14 @@ def _reserve(cores: int) -> int:
 
 
 def _domain(index: int, place: _Place, share: _Share, *, virtual: bool) -> PlacementDomain:
-    """The first cores keep house, because a kernel sends most interrupts to low ids."""
-    reserved = place.cores[: share.reserved]
-    compute = place.cores[share.reserved : share.reserved + share.compute]
+    """The first cores keep house, because a kernel sends most interrupts to low ids.
+
+    Cores are taken from all of a socket's nodes in turn: each node has its own memory channels.
+    """
+    in_turn = [core for rank in zip_longest(*place.rows) for core in rank if core is not None]
+    reserved = in_turn[: share.reserved]
+    taken = set(in_turn[share.reserved : share.reserved + share.compute])
+    compute = [core for core in place.cores if core in taken]
     assert len(compute) == share.compute > 0
     return PlacementDomain(
         index=index,

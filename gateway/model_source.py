@@ -15,6 +15,7 @@ from replica.gguf_file import model_name, split_names
 
 DEMO = "demo"
 HUB_PREFIX = "hf:"
+ANSWER_TIMEOUT_S = 5.0
 _LISTED_MAX = 6
 _HUB_PARTS_MIN = 3
 
@@ -90,16 +91,23 @@ def _resolve_hub(spec: str, cache_dir: Path | None, endpoint: str | None) -> Res
 
 def _download(repo: str, file: str, cache_dir: Path | None, endpoint: str | None) -> Path:
     # Imported here: only who names a model on the hub has to wait for it.
-    from huggingface_hub import hf_hub_download  # noqa: PLC0415
+    import huggingface_hub as hub  # noqa: PLC0415
 
+    spec = f"{HUB_PREFIX}{repo}/{file}"
+    unreachable = "it is not in the cache, and the hub cannot be reached"
     try:
-        return Path(hf_hub_download(repo, file, cache_dir=cache_dir, endpoint=endpoint))
+        if not isinstance(hub.try_to_load_from_cache(repo, file, cache_dir), str):
+            # Asked once, without the retries of a download, which take half a minute to give up.
+            url = hub.hf_hub_url(repo, file, endpoint=endpoint)
+            hub.get_hf_file_metadata(url, timeout=ANSWER_TIMEOUT_S, endpoint=endpoint)
+        unreachable = "the download failed"
+        return Path(hub.hf_hub_download(repo, file, cache_dir=cache_dir, endpoint=endpoint))
     except Exception as error:  # the HTTP library below it has errors of its own
-        found, remedy = _explain(error, repo, endpoint)
-        raise ModelSourceError(f"{HUB_PREFIX}{repo}/{file}", found, remedy) from error
+        found, remedy = _explain(error, unreachable, repo, endpoint)
+        raise ModelSourceError(spec, found, remedy) from error
 
 
-def _explain(error: Exception, repo: str, endpoint: str | None) -> tuple[str, str]:
+def _explain(error: Exception, otherwise: str, repo: str, endpoint: str | None) -> tuple[str, str]:
     """Say what went wrong between us and the hub, and what to do about it."""
     from huggingface_hub import constants, errors  # noqa: PLC0415
 
@@ -113,17 +121,14 @@ def _explain(error: Exception, repo: str, endpoint: str | None) -> tuple[str, st
             remedy = "check the name, or run `hf auth login` if it is private"
         case errors.RemoteEntryNotFoundError():
             found, remedy = f"{repo} has no such file", _listed_files(repo, endpoint)
-        case errors.LocalEntryNotFoundError() if constants.is_offline_mode():
+        case errors.OfflineModeIsEnabled():
             found = "it is not in the cache, and HF_HUB_OFFLINE forbids a download"
             remedy = f"unset it, {local}"
-        case errors.LocalEntryNotFoundError():
-            reason = _first_line(error.__cause__ or error)
-            found = f"it is not in the cache, and the hub cannot be reached ({reason})"
-            remedy = f"check the network, {local}"
         case OSError(errno=errno.ENOSPC):
             found, remedy = "the disk is full", "free some space, or set HF_HOME to a larger disk"
         case _:
-            found, remedy = f"the download failed ({_first_line(error)})", f"try again, {local}"
+            found = f"{otherwise} ({_first_line(error)})"
+            remedy = f"check the network, {local}"
     return found, remedy
 
 

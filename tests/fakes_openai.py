@@ -5,6 +5,7 @@ import contextlib
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import httpx
 import uvicorn
@@ -73,8 +74,8 @@ class FakeGenerator:
         self.running: set[str] = set()
         self.closed_early: list[str] = []
         """Jobs that were cancelled before their last event."""
-        self.idle = asyncio.Event()
-        """Set whenever a job has ended and none runs."""
+        self.busy = asyncio.Event()
+        """Set when the first job has begun."""
         self._context_tokens = context_tokens
 
     async def generate(self, job: Job) -> AsyncGenerator[JobEvent]:
@@ -82,7 +83,7 @@ class FakeGenerator:
         script = self.scripts[len(self.jobs) % len(self.scripts)]
         self.jobs.append(job)
         self.running.add(job.request_id)
-        self.idle.clear()
+        self.busy.set()
         finished = False
         try:
             for obstacle in script.before:
@@ -107,8 +108,6 @@ class FakeGenerator:
             self.running.remove(job.request_id)
             if not finished:
                 self.closed_early.append(job.request_id)
-            if not self.running:
-                self.idle.set()
 
     def _check(self, job: Job) -> None:
         assert job.request_id not in self.running
@@ -138,6 +137,8 @@ class Recorder:
     records: list[RequestRecord] = field(default_factory=list)
     first_tokens: int = 0
     later_tokens: int = 0
+    heard: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a request has been recorded."""
 
     def on_first_token(self, seconds: float) -> None:
         assert seconds >= 0
@@ -149,6 +150,7 @@ class Recorder:
 
     def on_request(self, record: RequestRecord) -> None:
         self.records.append(record)
+        self.heard.set()
 
 
 class Bench:
@@ -161,8 +163,9 @@ class Bench:
         keys: Iterable[str] = (),
         template: str | None = None,
         add_bos: bool = True,
+        context_tokens: int = CONTEXT_TOKENS,
     ) -> None:
-        self.generator = FakeGenerator(*scripts)
+        self.generator = FakeGenerator(*scripts, context_tokens=context_tokens)
         self.recorder = Recorder()
         self.edge = Edge(
             generator=self.generator,
@@ -171,7 +174,7 @@ class Bench:
             model_id=MODEL,
             fingerprint="fp_fake",
             created=1_700_000_000,
-            context_tokens=CONTEXT_TOKENS,
+            context_tokens=context_tokens,
             observe=self.recorder,
             limits=limits or EdgeLimits(),
         )
@@ -199,9 +202,11 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def serving(bench: Bench) -> AsyncIterator[str]:
+async def serving(
+    bench: Bench, http: Literal["h11", "httptools"] = "httptools"
+) -> AsyncIterator[str]:
     """Serve on a real socket; yields the base URL."""
-    config = uvicorn.Config(bench.app, log_level="warning", lifespan="off")
+    config = uvicorn.Config(bench.app, http=http, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = asyncio.create_task(server._serve([listener]))

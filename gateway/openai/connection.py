@@ -7,6 +7,7 @@ import asyncio
 import re
 import secrets
 from collections.abc import Awaitable
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -16,6 +17,9 @@ from starlette.types import Receive, Scope
 from gateway.openai.errors import BodyTooLargeError, InvalidRequestError
 
 T = TypeVar("T")
+
+_DISCARD_BYTES_MAX = 64 * 2**20
+_DISCARD_S = 10.0
 
 _SANE_ID = re.compile(r"[!-~]{1,128}")
 
@@ -32,8 +36,11 @@ def request_id(scope: Scope) -> str:
 
 async def read_body(scope: Scope, receive: Receive, bytes_max: int) -> bytes:
     """Return the whole body, or refuse it as soon as it is known to be too large."""
-    announced = Headers(scope=scope).get("content-length", "")
+    headers = Headers(scope=scope)
+    announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > bytes_max:
+        if "expect" not in headers:
+            await _discard(receive)
         raise _too_large(bytes_max)
     parts: list[bytes] = []
     size = 0
@@ -44,10 +51,23 @@ async def read_body(scope: Scope, receive: Receive, bytes_max: int) -> bytes:
         part = message.get("body", b"")
         size += len(part)
         if size > bytes_max:
+            await _discard(receive)
             raise _too_large(bytes_max)
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+async def _discard(receive: Receive) -> None:
+    """Read on and keep nothing: who is cut off while sending may never see why."""
+    size = 0
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DISCARD_S):
+            while size < _DISCARD_BYTES_MAX:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):  # complete, or the client has left
+                    return
 
 
 def _too_large(bytes_max: int) -> BodyTooLargeError:

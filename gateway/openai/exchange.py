@@ -30,7 +30,7 @@ from gateway.openai.sse import KEEPALIVE, Envelope, StreamWriter
 
 log = logging.getLogger(__name__)
 
-_LAST_WORD_S = 5.0
+_LAST_WORD_S = 1.0
 """How long a client that does not read may take to be told of an error in its stream."""
 
 _EVENT_STREAM = b"text/event-stream; charset=utf-8"

@@ -80,8 +80,7 @@ class KvStreams:
         stream = max(
             free,
             key=lambda s: (
-                kept[s.stream_id]
-                - RETURN_PROBABILITY * (len(s.token_ids) - kept[s.stream_id]),
+                kept[s.stream_id] - RETURN_PROBABILITY * (len(s.token_ids) - kept[s.stream_id]),
                 -s.used_at,
                 -s.stream_id,
             ),

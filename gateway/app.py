@@ -69,6 +69,7 @@ class Machine:
     need: MemoryNeed
     degraded: str | None
     """Why memory cannot be bound here, in a sentence."""
+    keys: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class Site:
     replicas: tuple[tuple[str, int, Address], ...]
     """Name, node and address of each."""
     context_tokens: int
+    keys: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Parts:
 
 def machine(settings: UpSettings) -> Machine:
     """Read the model and the machine, and refuse what cannot work."""
+    keys = read_keys(settings.api_key_file)
     topology = read_topology()
     planned = plan(
         topology,
@@ -117,7 +120,7 @@ def machine(settings: UpSettings) -> Machine:
     )
     _check_memory(topology, domains, need)
     degraded = next(filter(None, (probe_membind(domain.nodes) for domain in domains)), None)
-    return Machine(topology, planned, mode, reason, domains, model, gguf, need, degraded)
+    return Machine(topology, planned, mode, reason, domains, model, gguf, need, degraded, keys)
 
 
 async def run_up(settings: UpSettings, found: Machine, listener: socket.socket) -> int:
@@ -129,7 +132,15 @@ async def run_up(settings: UpSettings, found: Machine, listener: socket.socket) 
             for domain in found.domains
             for name in [f"replica-{domain.index}"]
         )
-        site = Site(found.model, found.gguf, found.mode, found.mode_reason, replicas, settings.ctx)
+        site = Site(
+            model=found.model,
+            gguf=found.gguf,
+            mode=found.mode,
+            mode_reason=found.mode_reason,
+            replicas=replicas,
+            context_tokens=settings.ctx,
+            keys=found.keys,
+        )
         parts = _assemble(settings, site)
         commands = [
             _command(settings, found, domain, name, address)
@@ -143,6 +154,7 @@ async def run_up(settings: UpSettings, found: Machine, listener: socket.socket) 
 
 async def run_gateway(settings: GatewaySettings, listener: socket.socket) -> int:
     """Serve with replicas that others started; return the exit code."""
+    keys = read_keys(settings.api_key_file)
     model = resolve_model(settings.model)
     secret = read_secret(settings.secret_file) if settings.secret_file else None
     replicas = tuple(
@@ -151,7 +163,15 @@ async def run_gateway(settings: GatewaySettings, listener: socket.socket) -> int
     )
     mode, _ = choose("auto", len(replicas))
     reason = f"{len(replicas)} replicas were named"
-    site = Site(model, read_gguf(model.path), mode, reason, replicas, settings.ctx)
+    site = Site(
+        model=model,
+        gguf=read_gguf(model.path),
+        mode=mode,
+        mode_reason=reason,
+        replicas=replicas,
+        context_tokens=settings.ctx,
+        keys=keys,
+    )
     parts = _assemble(settings, site)
     return await _serve(parts, listener, [], Shutdown(settings.drain_timeout))
 
@@ -229,7 +249,7 @@ def _assemble(settings: EdgeSettings, site: Site) -> Parts:
     app = FastAPI(title="numaserve", docs_url="/docs", redoc_url=None)
     app.include_router(routes)
     install(app, edge)
-    app.add_middleware(ApiKeys, keys=read_keys(settings.api_key_file))
+    app.add_middleware(ApiKeys, keys=site.keys)
     return Parts(app, control, proxy, supervisor, links)
 
 

@@ -46,4 +46,5 @@ def _joined(domains: Sequence[PlacementDomain]) -> PlacementDomain:
         housekeeping_cpus=tuple(cpu for domain in domains for cpu in domain.housekeeping_cpus),
         idle_siblings=tuple(cpu for domain in domains for cpu in domain.idle_siblings),
         virtual=any(domain.virtual for domain in domains),
+        interleaved=True,
     )

@@ -41,6 +41,8 @@ class PlacementDomain:
     """The other threads of computing cores, to be left alone."""
     virtual: bool = False
     """A pretend node: others have the same memory."""
+    interleaved: bool = False
+    """Its memory alternates between its nodes: one replica spans them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ def numactl_argv(domain: PlacementDomain, *, bind_memory: bool) -> list[str]:
     """
     argv = ["numactl", "--all", f"--physcpubind={_comma(domain.compute_cpus)}"]
     if bind_memory:
-        argv.append(f"--membind={_comma(domain.nodes)}")
+        policy = "--interleave" if domain.interleaved else "--membind"
+        argv.append(f"{policy}={_comma(domain.nodes)}")
     return [*argv, "--"]
 
 

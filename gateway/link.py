@@ -189,7 +189,7 @@ class ReplicaLink:
     async def _converse(self, socket: ClientConnection, outbox: asyncio.Queue[Down]) -> None:
         """Run the three directions of a connection until the first of them ends."""
         self._heard_at = time.monotonic()
-        directions = (_send(socket, outbox), self._watch(socket), self._receive(socket))
+        directions = (_send(socket, outbox), self._watch(), self._receive(socket))
         tasks = [asyncio.create_task(direction) for direction in directions]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -221,7 +221,7 @@ class ReplicaLink:
             case Hello():
                 raise WireError("a second Hello")
 
-    async def _watch(self, socket: ClientConnection) -> None:
+    async def _watch(self) -> None:
         """Give the replica up when it is silent for too long while this loop was awake."""
         woke_at = time.monotonic()
         while True:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from replica.vocab import UntokenizableError
 from replica.wire import TokenLogprobs
 
 BOS, END = 256, 257
+SPECIAL = {"<s>": BOS, "<|im_end|>": END}
 CONTEXT_TOKENS = 1000
 MODEL = "fake-1b"
 
@@ -39,10 +41,8 @@ class ByteVocab:
         if "\x01" in text:
             raise UntokenizableError("holds what cannot be tokenized")
         tokens = [BOS] if add_special and self.add_bos else []
-        parts = text.split("<|im_end|>") if parse_special else [text]
-        tokens += parts[0].encode()
-        for part in parts[1:]:
-            tokens += [END, *part.encode()]
+        for part in re.split(r"(<s>|<\|im_end\|>)", text) if parse_special else [text]:
+            tokens += [SPECIAL[part]] if part in SPECIAL and parse_special else part.encode()
         return tokens
 
     def piece(self, token_id: int) -> bytes:

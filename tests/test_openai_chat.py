@@ -109,6 +109,9 @@ async def test_the_prompt_is_the_rendered_template_with_one_bos() -> None:
     bench = Bench(add_bos=False)
     await answer(bench)
     assert expected[1:] == bench.generator.jobs[0].token_ids
+    bench = Bench(template="<s>{{ messages[0].content }}")
+    await answer(bench)
+    assert [BOS, *b"Hi"] == bench.generator.jobs[0].token_ids
 
 
 async def test_text_parts_are_joined_and_a_developer_is_a_system() -> None:
@@ -213,6 +216,25 @@ async def test_streamed_choices_are_told_apart_by_their_index() -> None:
         assert "stop" == own[-1]["finish_reason"]
 
 
+async def test_a_choice_that_has_stopped_frees_its_place_while_others_go_on() -> None:
+    stopped = asyncio.Event()
+    bench = Bench(Script(["STOP", asyncio.Event()]), Script([stopped, "more"]))
+    task = asyncio.create_task(answer(bench, n=2, stop="STOP"))
+    async with asyncio.timeout(10):
+        while not bench.generator.closed_early:  # noqa: ASYNC110 - a list tells nobody
+            await asyncio.sleep(0.001)
+    assert 1 == len(bench.generator.running)
+    stopped.set()
+    assert ["", "more"] == [choice["message"]["content"] for choice in (await task)["choices"]]
+
+
+async def test_every_token_may_be_kept_by_either_name() -> None:
+    for top_k in (0, -1):
+        bench = Bench()
+        await answer(bench, top_k=top_k)
+        assert 0 == bench.generator.jobs[0].sampling.top_k
+
+
 async def test_a_seed_is_drawn_when_none_is_given() -> None:
     seeds = set()
     for fields in ({}, {"seed": None}, {"seed": -1}):
@@ -297,6 +319,12 @@ async def test_logprobs_are_told_for_every_shown_token() -> None:
     assert [[0xC3], [0xA9], [0x21]] == [entry["bytes"] for entry in entries]
     assert [-0.5] * 3 == [entry["logprob"] for entry in entries]
     assert ["a", "b"] == [top["token"] for top in entries[2]["top_logprobs"]]
+
+
+async def test_tokens_of_a_stop_string_have_no_logprobs() -> None:
+    found = await answer(Bench(Script(["abSTOP"])), logprobs=True, stop="STOP")
+    entries = found["choices"][0]["logprobs"]["content"]
+    assert ["a", "b"] == [entry["token"] for entry in entries]
 
 
 async def test_streamed_logprobs_wait_for_the_text_they_belong_to() -> None:

@@ -87,12 +87,14 @@ async def test_a_body_that_is_no_json_object_is_refused(content: bytes) -> None:
 
 
 async def test_a_prompt_longer_than_the_context_is_told_both_lengths() -> None:
-    for content in ("x" * CONTEXT_TOKENS, "x" * 20 * CONTEXT_TOKENS):
+    length = len("<|im_start|>user\n\n<|im_start|>assistant\n") + 2 + CONTEXT_TOKENS
+    cases = [("x" * CONTEXT_TOKENS, f"has {length}"), ("x" * 20 * CONTEXT_TOKENS, "has at least 2")]
+    for content, words in cases:
         response = await Bench().post(CHAT, {"messages": [{"role": "user", "content": content}]})
         error = response.json()["error"]
         assert (400, "context_length_exceeded") == (response.status_code, error["code"])
         assert f"{CONTEXT_TOKENS} tokens" in error["message"]
-        assert "The prompt has" in error["message"]
+        assert words in error["message"]
 
 
 async def test_a_prompt_that_leaves_no_room_for_a_token_is_too_long() -> None:
@@ -202,6 +204,15 @@ async def test_a_failure_after_the_first_token_is_an_event_and_the_last() -> Non
     assert "Hello" in lines[-2]
     record = bench.recorder.records[0]
     assert (200, "generation_failed", 5) == (record.code, record.outcome, record.completion_tokens)
+
+
+async def test_a_failure_is_told_without_a_comment_before_it() -> None:
+    later = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.05, later.set)
+    bench = Bench(Script(["Hello", later, GenerationFailedError("broke")]))
+    response = await bench.post(CHAT, {"messages": [USER], "stream": True})
+    assert "broke" in response.text
+    assert ": still working" not in response.text
 
 
 async def test_a_request_may_not_take_for_ever() -> None:

@@ -53,7 +53,7 @@ def test_templates_have_what_transformers_gives_them() -> None:
         "{% generation %}kept{% endgeneration %}{{ thinking }}{{ add_generation_prompt }}"
     )
     expected = '<s></s>2026{"role": "user", "content": "<hi> é"}1keptoffTrue'
-    assert expected == template(source).render([USER], thinking="off")
+    assert expected == template(source).render([USER], variables={"thinking": "off", "messages": 1})
 
 
 def test_raise_exception_refuses_the_conversation_in_the_templates_words() -> None:

@@ -3,7 +3,7 @@
 import codecs
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.openai.text import StopMatcher, TextStream
@@ -58,6 +58,22 @@ def test_no_part_of_a_completed_stop_string_is_ever_shown(
         assert "\ufffd" not in shown, "valid input never gives a replacement character"
 
 
+@given(
+    st.text("ab", max_size=30),
+    st.lists(st.integers(0, 1000), max_size=10),
+    st.lists(st.text("ab", min_size=1, max_size=8), max_size=4),
+)
+@example("aabaaabaaab", [], ["aabaaabaaab", "aabaaabb"])
+def test_stop_strings_may_overlap_themselves_and_each_other(
+    text: str, borders: list[int], stops: list[str]
+) -> None:
+    assert at_once(text.encode(), stops) == "".join(streamed(cut(text.encode(), borders), stops))
+
+
+def test_a_false_start_within_a_false_start_is_not_forgotten() -> None:
+    assert (11, 7) == StopMatcher(["aabaaac"]).feed("aabaaabaaac")
+
+
 def test_nothing_is_held_longer_than_needed() -> None:
     stream = TextStream(["END"])
     assert [stream.push(piece) for piece in (b"a", b"bE", b"N", b"x")] == ["a", "b", "", "ENx"]
@@ -77,7 +93,9 @@ def test_a_stop_string_across_token_borders_ends_the_text_before_it() -> None:
 def test_held_text_is_shown_when_the_completion_ends_within_a_stop_string() -> None:
     stream = TextStream(["STOP"])
     assert stream.push(b"hello STO") == "hello "
+    assert stream.shown_chars == 6
     assert stream.finish() == "STO"
+    assert stream.shown_chars == stream.decoded_chars == 9
 
 
 def test_the_stop_string_that_is_complete_first_wins() -> None:

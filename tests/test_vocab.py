@@ -1,6 +1,7 @@
 """A vocabulary read from a real GGUF by the real llama.cpp."""
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,6 +122,7 @@ def test_a_long_run_does_not_overflow_llama_cpps_stack(tmp_path: Path, character
     text = f"<|im_start|>x {character * 160_000} x"
     tokens = vocab.tokenize(text, add_special=False, parse_special=True)
     assert text[12:].encode() == b"".join(map(vocab.piece, tokens))
+    assert 0 == threading.stack_size(), "the process's other threads keep their ordinary stacks"
     vocab.close()
 
 

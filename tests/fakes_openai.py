@@ -96,9 +96,11 @@ class FakeGenerator:
                     continue
                 data = step.encode() if isinstance(step, str) else step
                 token_ids = list(data[: job.tokens_max - produced])
+                first = produced == 0
                 produced += len(token_ids)
                 if token_ids:
-                    yield Tokens(token_ids, self._logprobs(job, token_ids))
+                    cached_tokens = script.cached_tokens if first else None
+                    yield Tokens(token_ids, self._logprobs(job, token_ids), cached_tokens)
                 if produced == job.tokens_max:
                     break
             finished = True

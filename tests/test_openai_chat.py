@@ -164,6 +164,13 @@ async def test_a_stop_string_ends_the_job_and_is_not_shown() -> None:
     assert 1 == len(bench.generator.closed_early)
 
 
+async def test_cached_tokens_are_told_although_a_stop_string_came_first() -> None:
+    bench = Bench(Script(["xSTOP", asyncio.Event()], cached_tokens=5))
+    found = await answer(bench, stop="STOP")
+    assert 5 == found["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 5 == bench.recorder.records[0].cached_tokens
+
+
 async def test_held_text_is_sent_when_the_completion_ends() -> None:
     for steps in (["Hello S"], ["Hello S", "T"]):
         chunks = await stream(Bench(Script(steps)), stop="STOP")

@@ -103,6 +103,8 @@ class Progress:
                 return Delta()
             case Tokens():
                 self._time(index, len(event.token_ids), now)
+                if event.cached_tokens is not None:
+                    self._count_cached(choice, event.cached_tokens)
                 delta = choice.push(event)
             case Done(reason, cached_tokens):
                 self._count_cached(choice, cached_tokens)

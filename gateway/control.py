@@ -98,6 +98,7 @@ class Control:
         if objection := self._objection(facts):
             replica.state, replica.reason = ReplicaState.REFUSED, objection
             log.error("%s may not serve: %s", replica_id, objection)
+            self.wake()  # it may have been the last hope of those who wait
             return
         replica.state, replica.reason = ReplicaState.READY, ""
         self._prefix_index.open(replica_id, hello)

@@ -37,6 +37,8 @@ class Dispatcher:
         self._prefix_index = prefix_index
         self._queue_max = queue_max
         self._queue: deque[Ticket] = deque()
+        self._resumed: deque[Ticket] = deque()
+        """In front of the queue, in the order in which they came back."""
         self._slots: dict[str, int] = {}
         self._placed: dict[str, str] = {}
         self._inflight: dict[str, int] = {}
@@ -44,7 +46,7 @@ class Dispatcher:
         self._chosen_at: dict[str, int] = {}
 
     def __repr__(self) -> str:
-        return f"<Dispatcher {len(self._queue)} queued, {self._inflight} of {self._slots}>"
+        return f"<Dispatcher {self.queued} queued, {self._inflight} of {self._slots}>"
 
     def open(self, replica_id: str, slots: int) -> None:
         """Let this replica have up to `slots` requests at once."""
@@ -58,13 +60,14 @@ class Dispatcher:
     def submit(self, ticket: Ticket, *, resumed: bool = False) -> bool:
         """Queue the ticket. False means the queue is full and the client must be told so.
 
-        A resumed request had its place already: it goes to the front and is never refused.
+        A resumed request had its place already: it goes before all new ones, behind those that
+        came back earlier, and is never refused.
         """
         assert ticket.request_id not in self._placed
         if resumed:
-            self._queue.appendleft(ticket)
+            self._resumed.append(ticket)
             return True
-        if len(self._queue) >= self._queue_max:
+        if self.queued >= self._queue_max:
             return False
         self._queue.append(ticket)
         return True
@@ -73,15 +76,20 @@ class Dispatcher:
         """Forget a request that ended, wherever it had got to."""
         replica_id = self._placed.pop(request_id, None)
         if replica_id is None:
-            self._queue = deque(t for t in self._queue if t.request_id != request_id)
+            for queue in (self._resumed, self._queue):
+                for ticket in [each for each in queue if each.request_id == request_id]:
+                    queue.remove(ticket)
         else:
             self._inflight[replica_id] -= 1
 
     def assign(self) -> list[Assignment]:
         """Place what can be placed, in order of arrival."""
         assignments: list[Assignment] = []
-        while self._queue and (candidates := self._candidates(self._queue[0].block_hashes)):
-            ticket = self._queue.popleft()
+        while queue := self._resumed or self._queue:
+            candidates = self._candidates(queue[0].block_hashes)
+            if not candidates:
+                break
+            ticket = queue.popleft()
             decision = self._policy(candidates)
             assert decision.replica_id in self._slots
             self._placed[ticket.request_id] = decision.replica_id
@@ -96,7 +104,7 @@ class Dispatcher:
 
     @property
     def queued(self) -> int:
-        return len(self._queue)
+        return len(self._resumed) + len(self._queue)
 
     @property
     def running(self) -> int:

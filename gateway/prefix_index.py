@@ -22,7 +22,8 @@ class PrefixIndex:
 
     def apply(self, replica_id: str, frame: Frame) -> bool:
         """Fold one frame in. False means some were missed: the caller must reconnect."""
-        if self._frames.get(replica_id, -1) + 1 != frame.seq:
+        last = self._frames.get(replica_id)
+        if last is None or last + 1 != frame.seq:
             self.forget(replica_id)
             return False
         self._frames[replica_id] = frame.seq

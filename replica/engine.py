@@ -23,7 +23,14 @@ from replica.wire import Cancel, Drain, EnginePhase, Generate, KvEvent, Load
 
 @dataclass(frozen=True, slots=True)
 class CancelAll:
-    """The gateway has gone, and with it everybody who was waiting."""
+    """The gateway has gone, and with it everybody who was waiting. What comes next is for another.
+
+    The next one may use the same request ids again, so nothing is said of the old requests, not
+    even that they ended.
+    """
+
+    audience: int
+    """Number of the gateway that commands come from, and news goes to, from here on."""
 
 
 Command = Generate | Cancel | CancelAll | Drain
@@ -47,6 +54,8 @@ class StepResult:
     load: Load
     rows: int
     seconds: float
+    audience: int
+    """Whom the news is for: the number in the last `CancelAll`, 0 before the first."""
 
 
 class Engine:
@@ -65,7 +74,8 @@ class Engine:
         self._publish = publish
         self._pace = Pace()
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._draining = False
+        self._audience = 0
+        self._load_told = scheduler.load
         self.progress = Progress(EnginePhase.IDLE, 0.0)
 
     def send(self, command: Command) -> None:
@@ -73,7 +83,7 @@ class Engine:
         self._inbox.put(command)
 
     def run(self) -> None:
-        while not (self._draining and self._scheduler.idle):
+        while not self._scheduler.drained:
             news = News()
             for command in self._take_commands():
                 self.obey(command, news)
@@ -82,9 +92,6 @@ class Engine:
     def obey(self, command: Command, news: News) -> None:
         """Carry out one command; what clients should hear of it is added to `news`."""
         match command:
-            case Generate() if self._draining:
-                refusal = self._scheduler.refuse(command, "this replica is draining")
-                news.finished.append(refusal)
             case Generate():
                 finished = self._scheduler.submit(command)
                 if finished:
@@ -93,10 +100,13 @@ class Engine:
                 finished = self._scheduler.cancel(request_id)
                 if finished:
                     news.finished.append(finished)
-            case CancelAll():
-                news.finished += self._scheduler.cancel_all()
+            case CancelAll(audience):
+                self._scheduler.cancel_all()
+                news.outputs.clear()
+                news.finished.clear()
+                self._audience = audience
             case Drain():
-                self._draining = True
+                self._scheduler.drain()
 
     def step(self, news: News) -> None:
         """Compute one batch and publish it together with what the commands produced."""
@@ -105,9 +115,10 @@ class Engine:
         if batch is not None:
             rows, seconds = batch.rows, self._compute(batch, news)
         events = self._kv_streams.take_events()
-        if rows or events or news.outputs or news.finished:
-            load = self._scheduler.load
-            self._publish(StepResult(news, events, load, rows, seconds))
+        load = self._scheduler.load
+        if rows or events or news.outputs or news.finished or load != self._load_told:
+            self._load_told = load
+            self._publish(StepResult(news, events, load, rows, seconds, self._audience))
 
     def _compute(self, batch: Batch, news: News) -> float:
         """Decode, draw and commit a batch; return the seconds it took."""

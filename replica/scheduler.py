@@ -7,6 +7,7 @@ passes anyhow, and apart they can be ordered: tokens of running streams come fir
 turns with them and with each other.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -15,7 +16,19 @@ from replica.batch import Batch, Chunk
 from replica.kv_streams import KvStreams
 from replica.sampling import Drawn, Sampler, SamplingError
 from replica.sequence import Phase, Sequence
-from replica.wire import EnginePhase, Finished, FinishReason, Generate, Load, Output
+from replica.wire import (
+    TOP_LOGPROBS_MAX,
+    EnginePhase,
+    Finished,
+    FinishReason,
+    Generate,
+    Load,
+    Output,
+    Sampling,
+)
+
+LOGIT_MAX = 1e30
+"""No sensible bias or penalty exceeds it, and float32 still has room to add and multiply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,7 @@ class Scheduler:
         self._decoding: list[Sequence] = []
         self._truncate: list[tuple[int, int]] = []
         self._prompt_is_next = True
+        self._draining = False
 
     def __repr__(self) -> str:
         return (
@@ -66,17 +80,27 @@ class Scheduler:
         return not (self._waiting or self._prefilling or self._decoding)
 
     @property
+    def drained(self) -> bool:
+        return self._draining and self.idle
+
+    @property
     def load(self) -> Load:
         running = len(self._prefilling) + len(self._decoding)
         return Load(running, len(self._waiting), self._kv_streams.used_tokens)
 
     def submit(self, request: Generate) -> Finished | None:
-        """Take the request, or say at once why it cannot be served."""
-        if error := self._objection(request):
-            return _rejected(request, FinishReason.FAILED, error)
-        if len(self._waiting) >= self._limits.waiting_max + self._kv_streams.free:
-            error = f"{len(self._waiting)} requests already wait in this replica"
-            return self.refuse(request, error)
+        """Take the request, or say at once why it cannot be served.
+
+        Of two requests with one id, a fault of whoever sent them, neither is served: what is said
+        of an id must be about one request, and end with one `Finished`.
+        """
+        if sequence := self._find(request.request_id):
+            why = f"request id {request.request_id} was used twice"
+            return self._finish(sequence, FinishReason.FAILED, why)
+        if objection := self._objection(request):
+            return _rejected(request, FinishReason.FAILED, objection)
+        if refusal := self._refusal():
+            return _rejected(request, FinishReason.REFUSED, refusal)
         prompt = request.token_ids[: request.prompt_tokens]
         completion = request.token_ids[request.prompt_tokens :]
         sampler = Sampler(
@@ -89,19 +113,19 @@ class Scheduler:
         self._waiting.append(Sequence(request, sampler))
         return None
 
-    def refuse(self, request: Generate, error: str) -> Finished:
-        """Turn a request away that another replica may well serve."""
-        return _rejected(request, FinishReason.REFUSED, error)
+    def drain(self) -> None:
+        """Take nothing more."""
+        self._draining = True
 
     def cancel(self, request_id: str) -> Finished | None:
         """Drop the request wherever it is; None if it has already finished."""
-        for sequence in self._all():
-            if sequence.request_id == request_id:
-                return self._finish(sequence, FinishReason.CANCELLED)
-        return None
+        sequence = self._find(request_id)
+        return self._finish(sequence, FinishReason.CANCELLED) if sequence else None
 
-    def cancel_all(self) -> list[Finished]:
-        return [self._finish(sequence, FinishReason.CANCELLED) for sequence in self._all()]
+    def cancel_all(self) -> None:
+        """Drop every request."""
+        for sequence in self._all():
+            self._finish(sequence, FinishReason.CANCELLED)
 
     def schedule(self) -> Batch | None:
         """Describe the next llama_decode, or None when there is nothing to compute.
@@ -152,8 +176,14 @@ class Scheduler:
             return f"tokens_max is {request.tokens_max}, and no token is left to produce"
         if min(request.token_ids) < 0 or max(request.token_ids) >= limits.vocab_tokens:
             return f"a token id lies outside the vocabulary of {limits.vocab_tokens}"
-        if any(sequence.request_id == request.request_id for sequence in self._all()):
-            return f"request id {request.request_id} is already running"
+        return _sampling_objection(request.sampling, limits.vocab_tokens)
+
+    def _refusal(self) -> str | None:
+        """Return why nothing is taken that another replica may well serve."""
+        if self._draining:
+            return "this replica is draining"
+        if len(self._waiting) >= self._limits.waiting_max + self._kv_streams.free:
+            return f"{len(self._waiting)} requests already wait in this replica"
         return None
 
     def _admit(self) -> None:
@@ -223,6 +253,9 @@ class Scheduler:
             error=error,
         )
 
+    def _find(self, request_id: str) -> Sequence | None:
+        return next((s for s in self._all() if s.request_id == request_id), None)
+
     def _all(self) -> list[Sequence]:
         return [*self._waiting, *self._prefilling, *self._decoding]
 
@@ -230,6 +263,28 @@ class Scheduler:
 def _stream_id(sequence: Sequence) -> int:
     assert sequence.stream_id is not None
     return sequence.stream_id
+
+
+def _sampling_objection(sampling: Sampling, vocab_tokens: int) -> str | None:
+    """Return which field has a senseless value; a sampler asserts that it is given none."""
+    allowed = {
+        "seed": 0 <= sampling.seed < 1 << 64,
+        "temperature": 0 <= sampling.temperature < math.inf,
+        "top_p": 0 <= sampling.top_p <= 1,
+        "top_k": sampling.top_k >= 0,
+        "min_p": 0 <= sampling.min_p <= 1,
+        "presence_penalty": abs(sampling.presence_penalty) <= LOGIT_MAX,
+        "frequency_penalty": abs(sampling.frequency_penalty) <= LOGIT_MAX,
+        "repeat_penalty": 0 < sampling.repeat_penalty < math.inf,
+        "logprobs": 0 <= (sampling.logprobs or 0) <= TOP_LOGPROBS_MAX,
+    }
+    for name, fine in allowed.items():
+        if not fine:
+            return f"{name} cannot be {getattr(sampling, name)}"
+    for token_id, bias in sampling.logit_bias.items():
+        if not (0 <= token_id < vocab_tokens and abs(bias) <= LOGIT_MAX):
+            return f"logit_bias cannot be {bias} for token {token_id} of {vocab_tokens}"
+    return None
 
 
 def _rejected(request: Generate, reason: FinishReason, error: str) -> Finished:

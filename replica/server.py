@@ -19,9 +19,11 @@ from typing import Any
 import msgspec
 from websockets.asyncio.server import Server, ServerConnection, serve, unix_serve
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import CloseCode
 from websockets.http11 import Request, Response
 
 from replica.engine import CancelAll, Engine, StepResult
+from replica.scheduler import News
 from replica.wire import (
     HEARTBEAT_S,
     WIRE_VERSION,
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 FRAMES_PENDING_MAX = 4096
 """Messages a gateway may be behind before its connection is dropped; it then starts anew."""
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+CLOSE_S = 1.0
+"""What a gateway gets to read its last frames, and again to answer a close; then it is cut off."""
 CLOSE_REPLACED = 4001
 CLOSE_TOO_SLOW = 4002
 CLOSE_NONSENSE = 4003
@@ -75,10 +79,11 @@ class Mirror:
 
 
 class Link:
-    """One gateway's connection: an outbox with a limit, and the frame count."""
+    """One gateway's connection: its number, an outbox with a limit, and the frame count."""
 
-    def __init__(self, socket: ServerConnection) -> None:
+    def __init__(self, socket: ServerConnection, audience: int) -> None:
         self.socket = socket
+        self.audience = audience
         self.outbox: asyncio.Queue[Up] = asyncio.Queue(FRAMES_PENDING_MAX)
         self.frames = 0
         self.overflowed = asyncio.Event()
@@ -98,6 +103,7 @@ class ReplicaServer:
         self._epoch = time.time_ns()
         self._mirror = Mirror()
         self._link: Link | None = None
+        self._audience = 0
         self._engine: Engine | None = None
         self._facts: Facts | None = None
 
@@ -110,13 +116,15 @@ class ReplicaServer:
         self._mirror.apply(result)
         if self._link is None:
             return
+        # A step that began for the gateway before changes the cache, but its tokens are for nobody.
+        news = result.news if result.audience == self._link.audience else News()
         self._link.frames += 1
         self._link.post(
             Frame(
                 seq=self._link.frames,
                 load=result.load,
-                outputs=result.news.outputs,
-                finished=result.news.finished,
+                outputs=news.outputs,
+                finished=news.finished,
                 events=result.events,
                 rows=result.rows,
                 step_s=result.seconds,
@@ -125,7 +133,10 @@ class ReplicaServer:
 
     @asynccontextmanager
     async def listen(self, address: str) -> AsyncGenerator[Server]:
-        """Listen on `unix:PATH` or `tcp:HOST:PORT` for as long as the block runs."""
+        """Listen on `unix:PATH` or `tcp:HOST:PORT` for as long as the block runs.
+
+        Its end waits, but not for ever, until the gateway has heard everything.
+        """
         kind, _, rest = address.partition(":")
         if kind == "unix":
             server = unix_serve(self._converse, rest, **_SOCKET, process_request=self._probe)
@@ -134,6 +145,8 @@ class ReplicaServer:
             server = serve(self._converse, host, int(port), **_SOCKET, process_request=self._probe)
         async with server as listening:
             yield listening
+            if self._link is not None:
+                await self._farewell(self._link)
 
     def status(self) -> dict[str, object]:
         """Return what `/status` shows."""
@@ -172,10 +185,8 @@ class ReplicaServer:
         """Serve one gateway until it leaves. A newer one takes over from an older one."""
         assert self._engine is not None
         assert self._facts is not None
-        if self._link is not None:
-            await self._link.socket.close(CLOSE_REPLACED, "another gateway has connected")
-        self._engine.send(CancelAll())
-        link = self._link = Link(socket)
+        replaced = self._link
+        link = self._link = Link(socket, self._next_audience(self._engine))
         hello = Hello(
             WIRE_VERSION, self._epoch, self._facts, sorted(self._mirror.blocks), self._mirror.load
         )
@@ -183,6 +194,9 @@ class ReplicaServer:
         log.info("gateway connected")
         try:
             async with asyncio.TaskGroup() as group:
+                if replaced is not None:
+                    reason = "another gateway has connected"
+                    group.create_task(_close(replaced.socket, CLOSE_REPLACED, reason))
                 tasks = [
                     group.create_task(coroutine)
                     for coroutine in (self._send(link), self._beat(link), self._guard(link))
@@ -195,16 +209,24 @@ class ReplicaServer:
         finally:
             if self._link is link:
                 self._link = None
-                self._engine.send(CancelAll())
+                self._next_audience(self._engine)
             log.info("gateway gone")
+
+    def _next_audience(self, engine: Engine) -> int:
+        """Drop the requests of the gateway so far; return the number of the one to come."""
+        self._audience += 1
+        engine.send(CancelAll(self._audience))
+        return self._audience
 
     async def _receive(self, link: Link, engine: Engine) -> None:
         async for data in link.socket:
+            if self._link is not link:
+                return  # replaced: what it still says would count as its successor's words
             try:
                 message = decode_down(data if isinstance(data, bytes) else data.encode())
             except msgspec.MsgspecError as error:
                 log.error("not a message of version %d: %s", WIRE_VERSION, error)  # noqa: TRY400
-                await link.socket.close(CLOSE_NONSENSE, "not a message of this wire version")
+                await _close(link.socket, CLOSE_NONSENSE, "not a message of this wire version")
                 return
             match message:
                 case Generate() | Cancel() | Drain():
@@ -213,6 +235,7 @@ class ReplicaServer:
     async def _send(self, link: Link) -> None:
         while True:
             await link.socket.send(encode(await link.outbox.get()))
+            link.outbox.task_done()
 
     async def _beat(self, link: Link) -> None:
         """Tell the engine's phase for as long as the engine, not just this loop, is alive."""
@@ -226,4 +249,23 @@ class ReplicaServer:
     async def _guard(self, link: Link) -> None:
         await link.overflowed.wait()
         log.error("the gateway is %d messages behind: dropping it", FRAMES_PENDING_MAX)
-        await link.socket.close(CLOSE_TOO_SLOW, "too many messages behind")
+        await _close(link.socket, CLOSE_TOO_SLOW, "too many messages behind")
+
+    async def _farewell(self, link: Link) -> None:
+        heard = asyncio.ensure_future(link.outbox.join())
+        left = asyncio.ensure_future(link.socket.wait_closed())
+        await asyncio.wait({heard, left}, timeout=CLOSE_S, return_when=asyncio.FIRST_COMPLETED)
+        heard.cancel()
+        left.cancel()
+        await _close(link.socket, CloseCode.GOING_AWAY, "this replica has drained")
+
+
+async def _close(socket: ServerConnection, code: int, reason: str) -> None:
+    """Close a connection whose other end may be deaf: a plain close waits for it without limit."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await socket.close(code, reason)
+    except TimeoutError:
+        log.warning("the gateway did not answer: cutting its connection")
+    finally:
+        socket.transport.abort()

@@ -282,7 +282,8 @@ def _sampling_objection(sampling: Sampling, vocab_tokens: int) -> str | None:
         if not fine:
             return f"{name} cannot be {getattr(sampling, name)}"
     for token_id, bias in sampling.logit_bias.items():
-        if not (0 <= token_id < vocab_tokens and abs(bias) <= LOGIT_MAX):
+        sensible = abs(bias) <= LOGIT_MAX or bias == -math.inf  # -inf bans the token
+        if not (0 <= token_id < vocab_tokens and sensible):
             return f"logit_bias cannot be {bias} for token {token_id} of {vocab_tokens}"
     return None
 

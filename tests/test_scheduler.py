@@ -372,7 +372,7 @@ SENSELESS: list[dict[str, Any]] = [
     {"logit_bias": {-1: 1.0}},
     {"logit_bias": {2**63: 1.0}},
     {"logit_bias": {1: 1.0, 2: math.nan}},
-    {"logit_bias": {1: -math.inf}},
+    {"logit_bias": {1: math.inf}},
 ]
 
 
@@ -388,7 +388,7 @@ def test_senseless_sampling_fails_its_request_and_not_the_engine(fields: dict[st
 
 def test_the_outermost_sensible_sampling_is_taken() -> None:
     desk = Desk()
-    least = Sampling(0, 0.0, 0.0, 0, 0.0, -2.0, -2.0, 0.01, {0: -100.0}, 0)
+    least = Sampling(0, 0.0, 0.0, 0, 0.0, -2.0, -2.0, 0.01, {0: -math.inf}, 0)
     most = Sampling(
         2**64 - 1, 1e30, 1.0, 10**9, 1.0, 2.0, 2.0, 100.0, {VOCAB_TOKENS - 1: 100.0}, 20
     )

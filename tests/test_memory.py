@@ -237,6 +237,6 @@ def test_a_loaded_model_takes_what_was_predicted(tmp_path: Path, quantization: s
     gguf = read(tmp_path, replace(QWEN_HALF_B, quantization=quantization))
     need = predict_memory(gguf, context_tokens=4096, parallel=4)
     command = [sys.executable, "-c", MEASURE, str(gguf.path)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
     taken = json.loads(done.stdout.splitlines()[-1])["VmHWM"]
     assert taken <= need.total_bytes <= taken * 4 / 3

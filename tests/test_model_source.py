@@ -254,7 +254,7 @@ except ModelSourceError as error:
 
 
 def ask(cache: Path, **environment: str) -> str:
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         [sys.executable, "-c", ASK, str(cache)],
         env={**os.environ, **environment},
         check=True,

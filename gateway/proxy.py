@@ -56,6 +56,10 @@ class GenerationFailedError(Exception):
     """The request had started and cannot be finished; the message may be shown to the client."""
 
 
+class _TurnedAwayError(Exception):
+    """This replica takes nothing more until it connects anew; another one may."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """One sequence to generate."""
@@ -204,9 +208,18 @@ class Proxy:
                         self._observer.generated(decision.replica_id, len(event.token_ids))
                     yield event
             self._learn(time.monotonic() - started)
+        except _TurnedAwayError as error:
+            # It would say the same to everybody, first of all to this job, for it is now idlest.
+            log.warning("%s: %s takes nothing more: %s", job.request_id, decision.replica_id, error)
+            self._dispatcher.close(decision.replica_id)
+            self.recoveries += 1
         except ReplicaLostError as error:
             course.losses += 1
             log.warning("%s: %s after %d tokens", job.request_id, error, len(course.completion))
+            if len(course.completion) == job.tokens_max:
+                course.over = True  # all that is missing is the news of its end
+                yield Done(FinishReason.LENGTH.value, course.cached_tokens or 0)
+                return
             if course.losses >= LOSSES_MAX:
                 message = f"{course.losses} replicas were lost while serving this request"
                 raise GenerationFailedError(message) from None
@@ -251,7 +264,9 @@ class Proxy:
         finally:
             del self._placements[job.request_id]
             if not placed:
+                # It may have been given a slot in the very tick it gave up: others wait for that.
                 self._dispatcher.release(job.request_id)
+                self.wake()
         self._observer.placed(decision.reason, time.monotonic() - queued_at)
         return decision
 
@@ -296,6 +311,6 @@ def _advance(course: _Course, output: Output | Finished) -> Tokens | Done:
                 course.over = True
                 return Done(output.reason.value, course.cached_tokens)
             if output.reason is FinishReason.REFUSED:
-                raise ReplicaLostError(f"refused: {output.error}")
+                raise _TurnedAwayError(output.error)
             raise GenerationFailedError(output.error or "the replica gave the request up")
     raise AssertionError(output)

@@ -3,12 +3,16 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import msgspec
 
+from gateway.dispatch import Dispatcher
 from gateway.link import ReplicaLostError
-from gateway.proxy import Job
+from gateway.prefix_index import PrefixIndex
+from gateway.proxy import Done, Job, JobEvent, Placed, Proxy, Tokens
+from gateway.routing import least_loaded
 from replica.wire import (
     EnginePhase,
     Facts,
@@ -29,6 +33,9 @@ FINGERPRINT = "model-a"
 CONTEXT_TOKENS = 64
 GREEDY = Sampling(seed=1, temperature=0.0)
 TURNS_MAX = 1000
+ROOT = 42
+"""Of the proxy's block names."""
+TOKENS_MAX = 6
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -198,3 +205,76 @@ class Heard:
         assert replica_id
         self.losses.append((reason, silent))
         assert len(self.hellos) == len(self.losses), "lost what was not connected"
+
+
+class ProxyBench:
+    """A proxy on a real dispatcher, in front of fake replicas r0, r1 and so on."""
+
+    def __init__(
+        self, *replicas: FakeReplica, queue_max: int = 8, queue_timeout_s: float = 60.0
+    ) -> None:
+        self.replicas = {f"r{number}": replica for number, replica in enumerate(replicas)}
+        self.index = PrefixIndex()
+        self.dispatcher = Dispatcher(least_loaded, self.index, queue_max)
+        self.counts = Counts()
+        self.hopeless = False
+        self.proxy = Proxy(
+            self.dispatcher,
+            self.replicas,
+            self.counts,
+            root=ROOT,
+            mode=lambda: "data-parallel",
+            hopeless=lambda: self.hopeless,
+            queue_timeout_s=queue_timeout_s,
+        )
+        for name, replica in self.replicas.items():
+            self.dispatcher.open(name, replica.slots)
+
+    async def run(self, asked: Job) -> list[JobEvent]:
+        async with aclosing(self.proxy.generate(asked)) as events:
+            return [event async for event in events]
+
+    def start(self, asked: Job) -> asyncio.Task[list[JobEvent]]:
+        return asyncio.create_task(self.run(asked))
+
+    def assert_at_rest(self) -> None:
+        """Nothing runs, nothing waits, and every slot is free."""
+        assert 0 == self.dispatcher.running
+        assert 0 == self.dispatcher.queued
+        assert all(not replica.running for replica in self.replicas.values())
+        assert {} == self.proxy._placements
+        assert self.proxy._idle.is_set()
+
+
+def replica(*courses: Course, slots: int = 2) -> FakeReplica:
+    made = FakeReplica(slots)
+    made.courses.extend(courses)
+    return made
+
+
+def tokens_of(events: list[JobEvent]) -> list[int]:
+    return [token for event in events if isinstance(event, Tokens) for token in event.token_ids]
+
+
+def long_job(name: str = "job") -> Job:
+    """Return a job that goes on to its last allowed token."""
+    found = (job(name, 1, number, tokens_max=TOKENS_MAX) for number in range(1, 32))
+    return next(asked for asked in found if len(expected(asked)) == TOKENS_MAX)
+
+
+def short_job() -> Job:
+    """Return a job whose model stops by itself, after some tokens."""
+    found = (job("short", a, b, tokens_max=TOKENS_MAX) for a in range(1, 32) for b in range(1, 32))
+    return next(asked for asked in found if 1 < len(expected(asked)) < TOKENS_MAX)
+
+
+def assert_whole(asked: Job, events: list[JobEvent]) -> None:
+    """Placed first, Done last, each once, and between them exactly the right tokens."""
+    kinds = [type(event) for event in events]
+    assert Placed is kinds[0]
+    assert Done is kinds[-1]
+    assert {Tokens} >= set(kinds[1:-1])
+    assert expected(asked) == tokens_of(events)
+    done = events[-1]
+    assert isinstance(done, Done)
+    assert done.reason == ("length" if len(expected(asked)) == asked.tokens_max else "stop")

@@ -218,6 +218,8 @@ def _write_weights(writer: Any, shape: Shape, seed: int) -> None:  # noqa: ANN40
         weights = random.standard_normal(dimensions, np.float32) / np.sqrt(dimensions[-1])
         if name.endswith("norm.weight"):
             weights = np.ones(dimensions, np.float32)
+        if name.endswith("ssm_a"):
+            weights = -np.exp(weights)  # a state that grows instead of fading ends in NaN
         kind = gguf.GGMLQuantizationType[type_name]
         writer.add_tensor(name, gguf.quants.quantize(weights, kind), raw_dtype=kind)
     writer.write_header_to_file()

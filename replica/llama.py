@@ -7,6 +7,7 @@ llama.cpp (an id out of range, a batch too long, ...) is asserted here first.
 # ruff: noqa: ANN401  # C pointers and ctypes structs have no useful types
 
 import ctypes
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,19 +76,20 @@ class Llama:
 
     def decode(self, batch: Batch) -> list[NDArray[np.float32]]:
         """Compute a batch; see `replica.batch.Runner`. Rows are views into llama.cpp's memory."""
-        for stream_id, keep in batch.truncate:
-            self._truncate(stream_id, keep)
+        for cut_id, keep in batch.truncate:
+            self._truncate(cut_id, keep)
         used = 0
         outputs = 0
+        lowest_id = 0
         for chunk in batch.chunks:
-            sequence, start = chunk.sequence, chunk.sequence.computed_tokens
-            assert sequence.stream_id is not None
+            start, stream_id = chunk.sequence.computed_tokens, chunk.sequence.stream_id
+            assert stream_id is not None
+            assert lowest_id <= stream_id < self._parallel
             assert start + chunk.size <= self._room
-            tokens = sequence.token_ids[start : start + chunk.size]
-            used = self._rows.fill(
-                used, tokens, start, sequence.stream_id, wants_logits=chunk.completes
-            )
+            tokens = chunk.sequence.token_ids[start : start + chunk.size]
+            used = self._rows.fill(used, tokens, start, stream_id, wants_logits=chunk.completes)
             outputs += chunk.completes
+            lowest_id = stream_id + 1
         self._decode_rows(used)
         return list(self._logits(outputs)) if outputs else []
 
@@ -104,6 +106,7 @@ class Llama:
 
     def _truncate(self, stream_id: int, keep: int) -> None:
         assert 0 <= stream_id < self._parallel
+        assert keep >= 0
         held = int(self._llama.llama_memory_seq_pos_max(self._memory, stream_id)) + 1
         assert keep <= held, f"stream {stream_id} holds {held} tokens, {keep} were expected"
         if keep == held:
@@ -181,7 +184,7 @@ def _load_model(llama: Any, path: Path) -> Any:
     # Anonymous memory, touched first by this pinned thread and so on this node. Pages of a mapped
     # file would stay on whichever node read them first.
     params.load_mode = llama.LLAMA_LOAD_MODE_NONE
-    model = llama.llama_model_load_from_file(str(path).encode(), params)
+    model = llama.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         raise ModelLoadError(f"llama.cpp could not load {path}; its log above says why")
     return model
@@ -199,6 +202,7 @@ def _make_context(llama: Any, model: Any, options: LlamaOptions, batch_rows_max:
     params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
     params.type_k = params.type_v = KV_TYPES[options.kv_type]
     params.kv_unified = False
+    params.swa_full = True  # else layers with a window forget, and a stream cannot be cut back
     context = llama.llama_init_from_model(model, params)
     if not context:
         llama.llama_model_free(model)

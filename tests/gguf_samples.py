@@ -219,7 +219,8 @@ def _write_weights(writer: Any, shape: Shape, seed: int) -> None:  # noqa: ANN40
         if name.endswith("norm.weight"):
             weights = np.ones(dimensions, np.float32)
         if name.endswith("ssm_a"):
-            weights = -np.exp(weights)  # a state that grows instead of fading ends in NaN
+            # A state that grows ends in NaN, one that fades at once would forget its tokens.
+            weights = -np.exp(weights) / 20
         kind = gguf.GGMLQuantizationType[type_name]
         writer.add_tensor(name, gguf.quants.quantize(weights, kind), raw_dtype=kind)
     writer.write_header_to_file()

@@ -72,17 +72,21 @@ def write_model(
     shape: Shape,
     *,
     seed: int | None = None,
-    metadata: Mapping[str, int | str | bool] | None = None,
+    metadata: Mapping[str, int | str | bool | list[int] | list[bool]] | None = None,
 ) -> Path:
     """Write a model with random weights, or with a hole for them if there is no seed.
 
-    `metadata` is written last, under the keys as they are given.
+    `metadata` is written last, under the keys as they are given, and wins.
     """
     writer = gguf.GGUFWriter(path, shape.architecture)
     _write_facts(writer, shape)
     _write_vocabulary(writer, shape.vocabulary)
     for key, value in (metadata or {}).items():
-        if isinstance(value, bool):
+        for written in writer.kv_data:
+            written.pop(key, None)
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, int):
             writer.add_uint32(key, value)

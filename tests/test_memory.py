@@ -95,6 +95,14 @@ def test_a_recurrent_state_does_not_grow_with_the_context(tmp_path: Path) -> Non
         assert 3 * 2 * (16 * 256 + 3 * 256) * 4 == need.kv_bytes
 
 
+def test_the_books_on_a_long_cache_are_counted(tmp_path: Path) -> None:
+    """26.7 MiB were measured beside 16 sequences of 32,768 tokens."""
+    gguf = read(tmp_path, LLAMA_8B)
+    short = predict_memory(gguf, context_tokens=256, parallel=16).overhead_bytes
+    long = predict_memory(gguf, context_tokens=256 + 32768, parallel=16).overhead_bytes
+    assert pytest.approx(27 * MIB, rel=0.05) == long - short
+
+
 def test_the_total_is_the_sum_of_its_parts() -> None:
     assert need_of().total_bytes == 5 * GIB
     assert 7 * GIB == need_of(output_bytes=3 * GIB).total_bytes

@@ -43,6 +43,9 @@ case "$1 $2" in
 esac
 """
 
+ONE_CPU_ONLY = 'rm -f "${0%/bin/*}"/lib/*.so'
+"""A pip that leaves no separate library per kind of CPU."""
+
 
 @dataclass
 class Machine:
@@ -234,6 +237,28 @@ def test_what_an_interrupted_call_left_is_not_trusted(machine: Machine) -> None:
     assert ["venv", *pip_calls("."), "venv", *pip_calls(".")] == machine.calls
 
 
+def test_going_back_to_the_old_requirements_does_not_revive_a_broken_state(
+    machine: Machine,
+) -> None:
+    machine.run("up")
+    requirements = machine.checkout / "pyproject.toml"
+    requirements.write_text("[project]\nname = 'other'\n")
+    process = machine.start("up", PIP="echo halfway; sleep 60")
+    wait_until(machine.checkout / ".venv" / "bootstrap.log", "halfway")
+    process.terminate()
+    process.communicate(timeout=PATIENCE_S)
+    requirements.write_text("[project]\n")
+    machine.run("up")
+    assert ["venv", *pip_calls(".")] == machine.calls[-2:]
+
+
+def test_a_running_server_does_not_hold_the_lock(machine: Machine) -> None:
+    """Or a second call would wait for as long as the server runs."""
+    show = r'printf "#!/bin/sh\nls -l /proc/self/fd" >"${0%/*}/numaserve"'
+    machine.command("ls", f"exec {shutil.which('ls')} $*\n")
+    assert "bootstrap.lock" not in machine.run("up", PIP=show).stdout
+
+
 def test_two_calls_at_once_install_once(machine: Machine) -> None:
     first = machine.start("up", PIP="echo at work; sleep 2")
     wait_until(machine.checkout / ".venv" / "bootstrap.log", "at work")
@@ -248,13 +273,14 @@ def test_the_flags_llama_cpp_is_built_with_can_be_replaced(machine: Machine) -> 
     machine.run("up")
     assert "-DGGML_CPU_ALL_VARIANTS=ON" in log.read_text()
     shutil.rmtree(log.parent)
-    machine.run("up", CMAKE_ARGS="-DGGML_NATIVE=ON")
+    machine.run("up", CMAKE_ARGS="-DGGML_NATIVE=ON", PIP=ONE_CPU_ONLY)
     assert "CMAKE_ARGS=-DGGML_NATIVE=ON\n" == log.read_text()
+    assert ["venv", *pip_calls(".")] == machine.calls[2:], "one CPU was wanted, and one it is"
 
 
 def test_a_cached_build_for_one_cpu_is_not_taken(machine: Machine) -> None:
     """pip's cache does not know with which flags a wheel was built."""
-    result = machine.run("up", PIP='rm -f "${0%/bin/*}"/lib/*.so')
+    result = machine.run("up", PIP=ONE_CPU_ONLY)
     assert 0 == result.returncode, result.stderr
     assert "--no-cache-dir llama-cpp-python==" in machine.calls[-1]
 

@@ -241,7 +241,7 @@ pip_install() {
 
 interrupted() {
     kill -TERM "-$pip" 2>/dev/null || true  # dash's kill knows no --
-    wait "$pip" || true
+    wait "$pip" 2>/dev/null || true
     rm -rf "$scratch"
     say "interrupted; the next call begins again"
     exit "$1"

@@ -188,7 +188,7 @@ def longest_match(words: Words, first: Ints, blocks: Ints, hashes: Words) -> tup
     all rows at once.
     """
     rows = np.arange(first.size)
-    low, high = 0, min(hashes.size, int(blocks.max(initial=0)))
+    low, high = 0, hashes.size
     while low < high:
         middle = (low + high + 1) // 2
         long_enough = rows[blocks[rows] >= middle]

@@ -32,12 +32,19 @@ def remove_orphans(base: Path, proc: Path = Path("/proc")) -> list[Path]:
     removed = []
     for directory in base.glob(f"{PREFIX}*-*-*"):
         pid, _, started = directory.name.removeprefix(PREFIX).rpartition("-")[0].partition("-")
-        if not (pid.isdigit() and started.isdigit() and directory.stat().st_uid == os.getuid()):
+        if not (pid.isdecimal() and started.isdecimal() and _is_ours(directory)):
             continue
         if _started(int(pid), proc) != int(started):
             shutil.rmtree(directory, ignore_errors=True)
             removed.append(directory)
     return removed
+
+
+def _is_ours(directory: Path) -> bool:
+    try:
+        return directory.lstat().st_uid == os.getuid()
+    except OSError:  # somebody else was quicker
+        return False
 
 
 def _started(pid: int, proc: Path) -> int | None:

@@ -6,10 +6,13 @@ with this process whatever ends it (prctl's PDEATHSIG), and leaves nothing behin
 """
 
 import asyncio
+import errno
 import logging
+import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -18,10 +21,14 @@ log = logging.getLogger(__name__)
 
 BACKOFF_FIRST_S = 0.25
 BACKOFF_MAX_S = 30.0
+DOUBLINGS_MAX = 16
+"""Far beyond `BACKOFF_MAX_S`; after a night of restarts the power itself would overflow."""
 HEALTHY_AFTER_S = 30.0
 """A replica that lived this long was well: its next restart begins with the first backoff."""
 STOP_S = 5.0
 """What a replica gets to exit by itself after SIGTERM."""
+SCARCE = frozenset({errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE})
+"""Why a process cannot be started now, and perhaps soon; every other reason stays."""
 EXIT_CONFIGURATION = 2
 """A replica's exit code for what starting again would not mend."""
 
@@ -39,9 +46,13 @@ class ProcessState(Enum):
 TRANSITIONS: frozenset[tuple[ProcessState, ProcessState]] = frozenset(
     {
         (ProcessState.STOPPED, ProcessState.RUNNING),
+        (ProcessState.STOPPED, ProcessState.BACKOFF),
+        (ProcessState.STOPPED, ProcessState.FAILED),
         (ProcessState.RUNNING, ProcessState.BACKOFF),
         (ProcessState.RUNNING, ProcessState.FAILED),
         (ProcessState.BACKOFF, ProcessState.RUNNING),
+        (ProcessState.BACKOFF, ProcessState.BACKOFF),
+        (ProcessState.BACKOFF, ProcessState.FAILED),
     }
 )
 
@@ -64,7 +75,7 @@ class Listener(Protocol):
 def backoff_s(failures: int) -> float:
     """Return the wait before the next start after `failures` short lives in a row, in seconds."""
     assert failures > 0
-    return min(BACKOFF_FIRST_S * 2.0 ** (failures - 1), BACKOFF_MAX_S)
+    return min(BACKOFF_FIRST_S * 2.0 ** min(failures - 1, DOUBLINGS_MAX), BACKOFF_MAX_S)
 
 
 class Supervisor:
@@ -87,15 +98,21 @@ class Supervisor:
         failures = 0
         while True:
             started = time.monotonic()
-            code = await self._live(command)
-            if code == EXIT_CONFIGURATION:
-                reason = "it exited with 2: starting it again would not help; see its log"
-                log.error("%s: %s", name, reason)
-                self._move(name, ProcessState.FAILED, reason)
-                return
+            try:
+                code = await self._live(command)
+            except OSError as error:
+                ending = f"cannot start {command.argv[0]}: {os.strerror(error.errno or 0)}"
+                if error.errno not in SCARCE:
+                    self._give_up(name, ending)
+                    return
+            else:
+                ending = _ending(code)
+                if code == EXIT_CONFIGURATION:
+                    self._give_up(name, f"{ending}: starting it again would not help; see its log")
+                    return
             failures = 1 if time.monotonic() - started >= HEALTHY_AFTER_S else failures + 1
             wait_s = backoff_s(failures)
-            reason = f"{_ending(code)}; starting again in {wait_s:g} s"
+            reason = f"{ending}; starting again in {wait_s:g} s"
             log.warning("%s: %s", name, reason)
             self._move(name, ProcessState.BACKOFF, reason)
             await asyncio.sleep(wait_s)
@@ -110,7 +127,8 @@ class Supervisor:
         process = self._processes.get(replica_id)
         if process is not None:
             log.warning("%s: killing pid %d", replica_id, process.pid)
-            process.kill()
+            with suppress(ProcessLookupError):  # it may have ended without `run` knowing yet
+                process.kill()
 
     async def _live(self, command: Command) -> int:
         """Run the process once, from start to end; return its exit code."""
@@ -122,9 +140,15 @@ class Supervisor:
         try:
             return await process.wait()
         finally:
-            if process.returncode is None:
-                await _end(process)
-            del self._processes[command.replica_id]
+            try:
+                if process.returncode is None:
+                    await _end(process)
+            finally:
+                del self._processes[command.replica_id]
+
+    def _give_up(self, replica_id: str, reason: str) -> None:
+        log.error("%s: %s", replica_id, reason)
+        self._move(replica_id, ProcessState.FAILED, reason)
 
     def _move(self, replica_id: str, state: ProcessState, reason: str) -> None:
         was = self._states[replica_id]
@@ -134,16 +158,25 @@ class Supervisor:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    process.terminate()
+    """Ask the process to exit, then make it; also when there is no patience left to wait."""
+    with suppress(ProcessLookupError):
+        process.terminate()
     try:
         async with asyncio.timeout(STOP_S):
             await process.wait()
     except TimeoutError:
-        process.kill()
-        await process.wait()
+        pass
+    finally:
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
 
 
 def _ending(code: int) -> str:
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
+        names = {
+            number.value: number.name for number in signal.Signals
+        }  # but not all real-time ones
+        return f"killed by {names.get(-code, f'signal {-code}')}"
     return f"exited with {code}"

@@ -39,12 +39,13 @@ or of the tests.
 END
 }
 
+# say LINE...
 say() {
-    printf 'bootstrap: %s\n' "$*" >&2
+    printf 'bootstrap: %s\n' "$@" >&2
 }
 
 die() {
-    say "$*"
+    say "$@"
     exit 1
 }
 
@@ -102,8 +103,8 @@ find_python() {
         esac
     done
     die "Python 3.11 or newer is needed: ${seen:-there is no python3; }install one as python3," \
-        "python3.13, python3.12 or python3.11." \
-        "Debian 12, Ubuntu 24.04 and later have it: apt-get install python3 python3-venv"
+        "python3.13, python3.12 or python3.11. Debian 12, Ubuntu 24.04 and later have it:" \
+        "    apt-get install python3 python3-venv"
 }
 
 # The Debian names of what is missing, on one line.
@@ -124,18 +125,17 @@ install_packages() {
     missing=$(missing_packages)
     [ -n "$missing" ] || return 0
     command="apt-get install -y --no-install-recommends $missing"
-    command -v apt-get >/dev/null || die "missing here: $missing (Debian's names)." \
-        "This system has no apt-get: install the same with its own package manager, for example" \
-        "dnf install numactl numactl-libs gcc gcc-c++ libgomp, and call again"
-    as_root=$(root_command) || die "missing here: $missing. Installing needs root, and sudo" \
-        "$(command -v sudo >/dev/null && echo 'asks for a password nobody can type here' ||
-            echo 'is not there'). Have this run as root, then call again: $command"
+    command -v apt-get >/dev/null || die "missing here, by their Debian names: $missing." \
+        "There is no apt-get: install the same with this system's package manager, for example" \
+        "    dnf install numactl numactl-libs gcc gcc-c++ libgomp" "and call again."
+    as_root=$(root_command) || die "missing here: $missing." \
+        "$(why_no_root). Run this as root, then call again:" "    $command"
     say "installing system packages: $missing${as_root:+ (with sudo)}"
     # A broken list of some other source must not stop us: what counts is the install.
     apt_get update || say "apt-get update failed; trying with the lists that are there"
     # shellcheck disable=SC2086  # package names, one word each
     apt_get install -y --no-install-recommends $missing ||
-        die "apt-get failed, see above. Have this run as root, then call again: $command"
+        die "apt-get failed, see above. This has to work, as root:" "    $command"
     missing=$(missing_packages)
     [ -z "$missing" ] || die "installed, and still not found: $missing"
 }
@@ -146,6 +146,14 @@ root_command() {
     command -v sudo >/dev/null || return 1
     sudo -n true 2>/dev/null || [ -t 0 ] || return 1
     echo sudo
+}
+
+why_no_root() {
+    if command -v sudo >/dev/null; then
+        echo 'sudo would ask for a password, and nobody is there to type it'
+    else
+        echo 'There is no sudo here'
+    fi
 }
 
 apt_get() {
@@ -210,7 +218,8 @@ llama_version() {
 # pip_install ARGUMENT...: pip install, in a process group of its own so that it can be ended whole.
 pip_install() {
     cd "$root"
-    CMAKE_ARGS=${CMAKE_ARGS:-$build_flags} \
+    scratch=$(mktemp -d)  # pip cleans up its own only when it may end in peace
+    TMPDIR=$scratch CMAKE_ARGS=${CMAKE_ARGS:-$build_flags} \
         CMAKE_BUILD_PARALLEL_LEVEL=${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)} \
         setsid "$venv/bin/python" -m pip install --verbose --no-input --disable-pip-version-check \
         "$@" >"$log" 2>&1 </dev/null &
@@ -221,6 +230,7 @@ pip_install() {
     status=0
     wait "$pip" || status=$?
     trap - INT TERM HUP
+    rm -rf "$scratch"
     cd "$called_from"
     [ "$status" != 0 ] || return 0
     # pip leaves an environment as it found it, unless it was killed.
@@ -230,29 +240,34 @@ pip_install() {
 }
 
 interrupted() {
-    kill -TERM -- "-$pip" 2>/dev/null || true
+    kill -TERM "-$pip" 2>/dev/null || true  # dash's kill knows no --
+    wait "$pip" 2>/dev/null || true
+    rm -rf "$scratch"
     say "interrupted; the next call begins again"
     exit "$1"
 }
 
 # Says how far pip is until it ends: a live line on a terminal, else a line every half minute.
 watch_pip() {
-    seconds=0
+    began=$(date +%s)
+    next_line_s=30
     told=
     while kill -0 "$pip" 2>/dev/null; do
         if [ -z "$told" ] && grep -q 'Running command Building wheel for llama' "$log"; then
             told=yes
             cores=$(nproc)
-            say "building llama.cpp on $cores cores, about $((build_core_minutes / cores + 1))" \
-                "minutes, log in $log"
+            minutes=$((build_core_minutes / cores + 1))
+            say "building llama.cpp on $cores cores, about $minutes minutes, log in $log"
         fi
+        spent_s=$(($(date +%s) - began))
+        line=$(printf '%d:%02d  %s' "$((spent_s / 60))" "$((spent_s % 60))" "$(stage)")
         if [ -t 2 ]; then
-            printf '\r\033[K  %d:%02d  %s' "$((seconds / 60))" "$((seconds % 60))" "$(stage)" >&2
-        elif [ "$((seconds % 30))" = 29 ]; then
-            say "$((seconds / 60)):$((seconds % 60))  $(stage)"
+            printf '\r\033[K  %s' "$line" >&2
+        elif [ "$spent_s" -ge "$next_line_s" ]; then
+            say "$line"
+            next_line_s=$((spent_s + 30))
         fi
-        sleep 1
-        seconds=$((seconds + 1))
+        sleep 0.2
     done
     [ ! -t 2 ] || printf '\r\033[K' >&2
 }

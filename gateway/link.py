@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -74,7 +74,7 @@ class Address:
     """`unix:PATH`, or `tcp:HOST:PORT` with the secret it asks for."""
 
     url: str
-    secret: str | None = None
+    secret: str | None = field(default=None, repr=False)
 
     def connect(self) -> connect:
         headers = {"authorization": f"Bearer {self.secret}"} if self.secret else {}
@@ -111,6 +111,7 @@ class ReplicaLink:
         self._outbox: asyncio.Queue[Down] | None = None
         self._streams: dict[str, asyncio.Queue[Output | Finished | ReplicaLostError]] = {}
         self._heard_at = 0.0
+        self._overflowed = False
         self._unreachable = ""
 
     async def run(self) -> None:
@@ -149,8 +150,12 @@ class ReplicaLink:
                 self._post(Cancel(request.request_id))
 
     def _post(self, message: Down) -> None:
-        if self._outbox is not None:
+        if self._outbox is None:
+            return
+        try:
             self._outbox.put_nowait(message)
+        except asyncio.QueueFull:
+            self._overflowed = True  # `_watch` ends the connection, and with it all requests
 
     async def _connection(self) -> Exception | None:
         """Have one connection from beginning to end; None when there never was one."""
@@ -158,15 +163,17 @@ class ReplicaLink:
         end: Exception = WireError("closed by the replica")
         try:
             async with self._address.connect() as socket:
-                hello = self._greet(await socket.recv())
-                greeted = True
-                self._outbox = asyncio.Queue(OUTBOX_MAX)
-                self._listener.connected(self.replica_id, hello)
                 try:
+                    async with asyncio.timeout(self._silence_max_s):
+                        hello = self._greet(await socket.recv())
+                    greeted = True
+                    self._outbox, self._overflowed = asyncio.Queue(OUTBOX_MAX), False
+                    self._listener.connected(self.replica_id, hello)
                     await self._converse(socket, self._outbox)
-                except SilentError:
-                    socket.transport.abort()  # who is silent would not answer a closing handshake
-                    raise
+                finally:
+                    # No closing handshake: the other side may be hung, or not a replica at all,
+                    # and until it had answered, requests would still be sent its way.
+                    socket.transport.abort()
         except (OSError, InvalidHandshake, InvalidMessage, ConnectionClosed, WireError) as error:
             end = error
         finally:
@@ -229,6 +236,8 @@ class ReplicaLink:
             now = time.monotonic()
             lagged = now - woke_at > 2 * WATCH_S
             woke_at = now
+            if self._overflowed:
+                raise WireError(f"more than {OUTBOX_MAX} messages behind")
             if not lagged and now - self._heard_at > self._silence_max_s:
                 raise SilentError(f"silent for {now - self._heard_at:.1f} s")
 

@@ -1,7 +1,7 @@
 """A replica process: config, bind, load, serve. Normally started by the supervisor, under numactl.
 
-Exit codes: 0 drained; 1 the engine died; 2 a setting or the model is wrong, so that starting again
-would not help; 3 stopped before everything had finished.
+Exit codes: 0 drained; 1 the engine died, or its address is taken; 2 a setting or the model is
+wrong, so that starting again would not help; 3 stopped before everything had finished.
 """
 
 import asyncio
@@ -11,11 +11,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import NoReturn
 
 import click
 
-from replica.binding import memory_locality, move_thread
+from replica.binding import BindingError, memory_locality, move_thread
 from replica.blocks import BLOCK_TOKENS, hash_root
 from replica.config import ConfigError, ReplicaSettings, load, options, read_secret
 from replica.engine import Engine, StepResult
@@ -26,7 +27,7 @@ from replica.logs import configure
 from replica.measure import measure
 from replica.pace import Pace
 from replica.scheduler import Limits, Scheduler
-from replica.server import ReplicaServer
+from replica.server import ListenError, ReplicaServer
 from replica.wire import Drain, Facts
 
 log = logging.getLogger("replica")
@@ -59,7 +60,19 @@ def main(**given: object) -> None:
     if settings.parent_pid is not None:
         _die_with(settings.parent_pid)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    sys.exit(asyncio.run(_serve(settings, secret)))
+    sys.exit(asyncio.run(_serve_or_say(settings, secret)))
+
+
+async def _serve_or_say(settings: ReplicaSettings, secret: str | None) -> int:
+    """Serve; what the operator could mend ends in one line and not in a traceback."""
+    try:
+        return await _serve(settings, secret)
+    except BindingError as error:
+        log.error("%s", error)  # noqa: TRY400  # the sentence is for the operator
+        return EXIT_CONFIGURATION
+    except ListenError as error:
+        log.error("%s", error)  # noqa: TRY400
+        return EXIT_ENGINE_DIED
 
 
 async def _serve(settings: ReplicaSettings, secret: str | None) -> int:
@@ -70,21 +83,36 @@ async def _serve(settings: ReplicaSettings, secret: str | None) -> int:
     engine_ended: asyncio.Future[int] = loop.create_future()
 
     def tell(function: Callable[..., None], *arguments: object) -> None:
-        loop.call_soon_threadsafe(function, *arguments)
+        loop.call_soon_threadsafe(_or_die, function, *arguments)
+
+    cpus = settings.cpus or os.sched_getaffinity(0)  # what numactl gave this process
 
     def engine_thread() -> None:
-        code = _run_engine(settings, server, stop, tell)
+        code = _run_engine(settings, cpus, server, stop, tell)
         tell(engine_ended.set_result, code)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.signal)
     async with server.listen(settings.listen):
-        # Threads inherit the affinity of their creator: the engine's keeps the computing CPUs that
-        # numactl gave this process, and only then does this thread move away from them.
+        # Each thread moves to its own CPUs: to start with, one has those of whoever started it.
+        move_thread(settings.housekeeping_cpus)
         threading.Thread(target=engine_thread, name="engine", daemon=True).start()
-        if settings.housekeeping_cpus:
-            move_thread(settings.housekeeping_cpus)
         return await engine_ended
+
+
+def _or_die(function: Callable[..., None], *arguments: object) -> None:
+    """Call a function that must not fail: with one step untold, the gateway's picture is wrong."""
+    try:
+        function(*arguments)
+    except BaseException:
+        log.exception("a step could not be passed on")
+        _die()
+
+
+def _die() -> NoReturn:
+    """End the process at once, from any thread."""
+    logging.shutdown()
+    os._exit(EXIT_ENGINE_DIED)
 
 
 class _Stop:
@@ -103,28 +131,27 @@ class _Stop:
 
 def _run_engine(
     settings: ReplicaSettings,
+    cpus: Collection[int],
     server: ReplicaServer,
     stop: _Stop,
     tell: Callable[..., None],
 ) -> int:
     """Be the engine's thread: load the model, run the loop until it is drained."""
     try:
-        if settings.cpus:
-            move_thread(settings.cpus)
+        move_thread(cpus)
         llama, engine, facts = _build(settings, lambda result: tell(server.publish, result))
         stop.engine = engine
         tell(server.ready, engine, facts)
         log.info("%s is ready on nodes %s, cpus %s", facts.replica_id, settings.nodes, facts.cpus)
         engine.run()
         llama.close()
-    except (ModelFileError, ModelLoadError) as error:
+    except (BindingError, ModelFileError, ModelLoadError) as error:
         log.error("%s", error)  # noqa: TRY400  # the sentence is for the operator
         return EXIT_CONFIGURATION
     except BaseException:
         # Nobody may think this replica healthy because its event loop still answers.
         log.exception("the engine died")
-        logging.shutdown()
-        os._exit(EXIT_ENGINE_DIED)
+        _die()
     return 0
 
 
@@ -134,7 +161,7 @@ def _build(
     """Load the model and join the parts around it."""
     fingerprint = settings.fingerprint or read_gguf(settings.model).fingerprint
     cpus = sorted(os.sched_getaffinity(0))
-    threads = len(settings.cpus or cpus)
+    threads = len(cpus)
     llama = Llama(
         LlamaOptions(
             path=settings.model,

@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import click
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
 ENVIRONMENT_PREFIX = "NUMASERVE_"
+PORT_MAX = 65535
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -28,7 +36,24 @@ def _comma_separated(value: object) -> object:
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
-Integers = Annotated[tuple[int, ...], BeforeValidator(_comma_separated)]
+def _address(value: str) -> str:
+    kind, _, rest = value.partition(":")
+    host, _, port = rest.rpartition(":")
+    tcp = kind == "tcp" and host and port.isdecimal() and int(port) <= PORT_MAX
+    if not tcp and not (kind == "unix" and rest):
+        raise ValueError("this is neither unix:PATH nor tcp:HOST:PORT")
+    return value
+
+
+def _not_negative(value: tuple[int, ...]) -> tuple[int, ...]:
+    if min(value, default=0) < 0:
+        raise ValueError("nodes and CPUs are numbered from 0")
+    return value
+
+
+Integers = Annotated[
+    tuple[int, ...], BeforeValidator(_comma_separated), AfterValidator(_not_negative)
+]
 """A list of numbers, written `0,2,4` on the command line and in the environment."""
 Texts = Annotated[tuple[str, ...], BeforeValidator(_comma_separated)]
 
@@ -72,10 +97,14 @@ class ReplicaSettings(ModelSettings):
     """What one replica process is told by whoever starts it."""
 
     model: Path = Field(description="The GGUF file (the first one of a split model).")
-    listen: str = Field(description="unix:PATH or tcp:HOST:PORT, where the gateway connects.")
+    listen: Annotated[str, AfterValidator(_address)] = Field(
+        description="unix:PATH or tcp:HOST:PORT, where the gateway connects."
+    )
     replica_id: str = Field(default="replica-0", min_length=1, description="Name of this replica.")
     fingerprint: str = Field(default="", description="Identity of the model; read if not given.")
-    nodes: Integers = Field(default=(0,), description="NUMA nodes that hold its memory.")
+    nodes: Integers = Field(
+        default=(0,), min_length=1, description="NUMA nodes that hold its memory."
+    )
     cpus: Integers = Field(default=(), description="CPUs that compute; default: all allowed.")
     housekeeping_cpus: Integers = Field(
         default=(), description="CPUs for its event loop; default: those that compute."

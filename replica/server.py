@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,10 @@ _SOCKET: dict[str, Any] = {
     "max_size": MESSAGE_BYTES_MAX,
     "ping_interval": None,  # the heartbeats say more
 }
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the message says which and why."""
 
 
 @dataclass(slots=True)
@@ -135,15 +139,21 @@ class ReplicaServer:
     async def listen(self, address: str) -> AsyncGenerator[Server]:
         """Listen on `unix:PATH` or `tcp:HOST:PORT` for as long as the block runs.
 
-        Its end waits, but not for ever, until the gateway has heard everything.
+        Its end waits, but not for ever, until the gateway has heard everything. Raises
+        `ListenError`.
         """
         kind, _, rest = address.partition(":")
         if kind == "unix":
             server = unix_serve(self._converse, rest, **_SOCKET, process_request=self._probe)
         else:
             host, _, port = rest.rpartition(":")
+            host = host.strip("[]")  # of an IPv6 address
             server = serve(self._converse, host, int(port), **_SOCKET, process_request=self._probe)
-        async with server as listening:
+        async with AsyncExitStack() as stack:
+            try:
+                listening = await stack.enter_async_context(server)
+            except OSError as error:
+                raise ListenError(f"cannot listen on {address}: {error}") from error
             yield listening
             if self._link is not None:
                 await self._farewell(self._link)

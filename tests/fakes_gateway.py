@@ -29,6 +29,7 @@ from replica.wire import (
 )
 from tests.fakes import reference
 
+EVENTUALLY_S = 30.0
 FINGERPRINT = "model-a"
 CONTEXT_TOKENS = 64
 GREEDY = Sampling(seed=1, temperature=0.0)
@@ -45,6 +46,16 @@ async def until(condition: Callable[[], object]) -> None:
             return
         await asyncio.sleep(0)
     raise AssertionError("the event loop turned in vain")
+
+
+async def eventually(condition: Callable[[], object], what: str) -> None:
+    """Wait until this holds; for what other processes and threads bring about."""
+    try:
+        async with asyncio.timeout(EVENTUALLY_S):
+            while not condition():  # noqa: ASYNC110 - other processes set no Event
+                await asyncio.sleep(0.002)
+    except TimeoutError:
+        raise AssertionError(f"never came: {what}") from None
 
 
 FACTS = Facts(

@@ -76,7 +76,7 @@ SSM_STATE = 16 * 256 + 3 * (256 + 2 * 2 * 16)
     ("architecture", "facts", "attending", "recurrent"),
     [
         ("qwen3next", {}, 2, 6),
-        ("qwen3next", {"full_attention_interval": 2}, 4, 4),
+        ("qwen3next", {"full_attention_interval": 3}, 2, 6),
         ("qwen35", {"attention__recurrent_layers": [True] * 7 + [False]}, 1, 7),
         ("jamba", {"attention__head_count_kv": [0, 0, 0, 2, 0, 0, 0, 2]}, 2, 6),
         ("falcon-h1", {}, 8, 8),

@@ -24,6 +24,8 @@ from replica.gguf_file import ModelFileError, read_gguf
 from replica.kv_streams import KvStreams
 from replica.llama import Llama, LlamaOptions, ModelLoadError
 from replica.logs import configure
+from replica.measure import measure
+from replica.pace import Pace
 from replica.scheduler import Limits, Scheduler
 from replica.server import ListenError, ReplicaServer
 from replica.wire import Drain, Facts
@@ -170,7 +172,11 @@ def _build(
         )
     )
     kv_streams = KvStreams(
-        settings.parallel, BLOCK_TOKENS, hash_root(fingerprint), trimmable=llama.trimmable
+        settings.parallel,
+        BLOCK_TOKENS,
+        hash_root(fingerprint),
+        trimmable=llama.trimmable,
+        copies_prefixes=llama.copies_prefixes,
     )
     limits = Limits(
         context_tokens=settings.ctx,
@@ -178,8 +184,14 @@ def _build(
         batch_tokens_max=llama.batch_tokens_max,
         shared_chunk_tokens_max=SHARED_CHUNK_TOKENS_MAX,
         waiting_max=WAITING_MAX,
+        gap_max_s=None if settings.max_itl_ms is None else settings.max_itl_ms / 1000,
+        guess=settings.speculation == "auto",
     )
-    scheduler = Scheduler(kv_streams, limits, llama.end_token_ids)
+    pace = Pace()
+    curve = None
+    if llama.trimmable:  # otherwise nothing can be padded or guessed
+        curve = measure(llama.try_step, llama.try_prompt, settings.parallel, pace)
+    scheduler = Scheduler(kv_streams, limits, llama.end_token_ids, curve, pace)
     engine = Engine(llama, scheduler, kv_streams, publish)
     return llama, engine, _facts(settings, fingerprint, cpus, threads)
 

@@ -11,16 +11,47 @@ from replica.wire import EnginePhase
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Keep a stream's first tokens, drop the rest."""
+
+    stream_id: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Make a stream hold the first tokens of another one, whatever it held before."""
+
+    source: int
+    target: int
+    keep: int
+
+
+Move = Cut | Copy
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next `size` uncomputed tokens of a sequence."""
+    """The next `size` uncomputed tokens of a sequence, and guesses at what follows them."""
 
     sequence: Sequence
     size: int
+    draft: tuple[int, ...] = ()
+    """Only behind a sequence's last token. Every row from that token on gives logits."""
 
     @property
     def completes(self) -> bool:
         """Whether nothing is left to compute after it, so that a token can be drawn."""
         return self.size == self.sequence.pending_tokens
+
+    @property
+    def rows(self) -> int:
+        return self.size + len(self.draft)
+
+    @property
+    def outputs(self) -> int:
+        """Rows of logits it gives."""
+        return 1 + len(self.draft) if self.completes else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,30 +60,42 @@ class Batch:
 
     phase: EnginePhase
     chunks: list[Chunk]
-    truncate: list[tuple[int, int]]
-    """(stream id, tokens to keep), to be cut before anything is decoded."""
+    moves: list[Move]
+    """To be made in order before anything is decoded."""
+    padding: tuple[Cut, ...] = ()
+    """Streams that get a dummy row behind what they keep, and lose it again afterwards."""
 
     @property
     def rows(self) -> int:
-        return sum(chunk.size for chunk in self.chunks)
+        """Tokens that are computed for somebody."""
+        return sum(chunk.rows for chunk in self.chunks)
 
     @property
-    def sampled(self) -> list[Sequence]:
-        """The sequences that get a token from this batch, in the order of its rows."""
-        return [chunk.sequence for chunk in self.chunks if chunk.completes]
+    def sampled(self) -> list[Chunk]:
+        """The chunks that get tokens from this batch, in the order of its rows."""
+        return [chunk for chunk in self.chunks if chunk.completes]
 
 
 class DecodeError(Exception):
     """llama.cpp refused a batch: our bookkeeping and its memory disagree."""
 
 
+class AbortedError(Exception):
+    """A batch was given up on demand; what its streams hold now is to be cut back."""
+
+
 class Runner(Protocol):
     """Anything that computes a batch: llama.cpp, or a fake that refuses what it refuses."""
 
     def decode(self, batch: Batch) -> list[NDArray[np.float32]]:
-        """Cut, compute, and return one row of logits per `batch.sampled`.
+        """Move, compute, and return rows of logits: `outputs` of each of `batch.sampled`.
 
         A row has one float per vocabulary entry; it may be changed, and is valid until the next
-        call. Raises `DecodeError` when the KV cache can no longer be trusted.
+        call. Raises `DecodeError` when the KV cache can no longer be trusted, `AbortedError`
+        after `abort`.
         """
+        ...
+
+    def abort(self) -> None:
+        """Make the running `decode` raise `AbortedError` soon. From any thread; may come late."""
         ...

@@ -76,6 +76,15 @@ class ModelSettings(Settings):
     kv_type: Literal["f16", "q8_0"] = Field(
         default="f16", description="Type of a KV cache cell; q8_0 halves its memory."
     )
+    max_itl_ms: float | None = Field(
+        default=None,
+        gt=0,
+        description="Longest gap between two tokens of a stream while prompts are read. "
+        "[default: 3.3 decode steps]",
+    )
+    speculation: Literal["auto", "off"] = Field(
+        default="auto", description="auto: guess tokens from the text so far where that pays."
+    )
     min_local_ratio: float = Field(
         default=0.99,
         ge=0.0,

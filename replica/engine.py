@@ -12,12 +12,10 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from replica.batch import Batch, Runner
+from replica.batch import AbortedError, Batch, Chunk, Runner
 from replica.kv_streams import KvStreams
-from replica.pace import Pace
 from replica.sampling import Drawn, SamplingError
 from replica.scheduler import News, Scheduler
-from replica.sequence import Sequence
 from replica.wire import Cancel, Drain, EnginePhase, Generate, KvEvent, Load
 
 
@@ -72,7 +70,7 @@ class Engine:
         self._scheduler = scheduler
         self._kv_streams = kv_streams
         self._publish = publish
-        self._pace = Pace()
+        self._interruptible: str | None = None
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._audience = 0
         self._load_told = scheduler.load
@@ -81,6 +79,8 @@ class Engine:
     def send(self, command: Command) -> None:
         """Hand the loop a command, from any thread."""
         self._inbox.put(command)
+        if isinstance(command, Cancel) and command.request_id == self._interruptible:
+            self._runner.abort()
 
     def run(self) -> None:
         while not self._scheduler.drained:
@@ -123,17 +123,35 @@ class Engine:
     def _compute(self, batch: Batch, news: News) -> float:
         """Decode, draw and commit a batch; return the seconds it took."""
         started = time.monotonic()
-        expected_s = self._pace.expect(batch.phase, batch.rows)
-        self.progress = Progress(batch.phase, started + expected_s)
-        sampled = batch.sampled
-        rows = self._runner.decode(batch)
-        drawn = [_draw(sequence, row) for sequence, row in zip(sampled, rows, strict=True)]
+        pace = self._scheduler.pace
+        self.progress = Progress(batch.phase, started + pace.expect(batch.phase, batch.rows))
+        try:
+            rows = self._decode(batch)
+        except AbortedError:
+            self._scheduler.give_up(batch)
+            return time.monotonic() - started
+        drawn = []
+        for chunk in batch.sampled:
+            drawn.append(_draw(chunk, rows[: chunk.outputs]))
+            rows = rows[chunk.outputs :]
         committed = self._scheduler.commit(batch, drawn)
         news.outputs += committed.outputs
         news.finished += committed.finished
         seconds = time.monotonic() - started
-        self._pace.observe(batch.phase, batch.rows, seconds)
+        pace.observe(batch.phase, batch.rows, seconds)
         return seconds
+
+    def _decode(self, batch: Batch) -> list[NDArray[np.float32]]:
+        """Compute a batch; one that reads a single prompt ends early if that is cancelled.
+
+        A cancel that comes too late may end the next batch instead. That is only repeated.
+        """
+        if batch.phase is EnginePhase.PREFILL and len(batch.chunks) == 1:
+            self._interruptible = batch.chunks[0].sequence.request_id
+        try:
+            return self._runner.decode(batch)
+        finally:
+            self._interruptible = None
 
     def _take_commands(self) -> list[Command]:
         """Take every waiting command, sleeping for the first one only when there is no work."""
@@ -148,9 +166,20 @@ class Engine:
                 return commands
 
 
-def _draw(sequence: Sequence, row: NDArray[np.float32]) -> Drawn | SamplingError:
-    """Draw a token; a request whose logits are no numbers fails alone, not with its batch."""
+def _draw(chunk: Chunk, rows: list[NDArray[np.float32]]) -> list[Drawn] | SamplingError:
+    """Draw a token, and one more for as long as the one before was guessed right.
+
+    A request whose logits are no numbers fails alone, not with its batch.
+    """
+    sequence = chunk.sequence
+    draws: list[Drawn] = []
     try:
-        return sequence.sampler.draw(row, sequence.completion_tokens)
+        for row, guess in zip(rows, (*chunk.draft, None), strict=True):
+            drawn = sequence.sampler.draw(row, sequence.completion_tokens + len(draws))
+            draws.append(drawn)
+            sequence.sampler.accept(drawn.token_id)
+            if drawn.token_id != guess:
+                break
     except SamplingError as error:
         return error
+    return draws

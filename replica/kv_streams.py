@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from replica.blocks import block_hashes
 from replica.wire import Evicted, KvEvent, Stored
 
+COPY_TOKENS = 16
+"""What copying a stream is thought to cost, in tokens computed instead. Measured, it costs less
+than one (512 tokens of a 0.5B model: 1.5 ms there and back, against 1.5 s to compute them); the
+rest is for the chance that the stream copied from is continued in place anyhow."""
 RETURN_PROBABILITY = 0.1
 """How likely a cached token is thought to be asked for again: what overwriting it costs, in
 tokens computed now. It keeps a prompt that shares only a template's opening words with a long
@@ -36,22 +40,35 @@ class Lease:
 
     stream_id: int
     cached_tokens: int
+    copied_from: int | None = None
+    """The stream that holds them, when it is another one: they must be copied first."""
 
 
 class KvStreams:
     """All streams of one llama.cpp context.
 
     `trimmable` is False for models whose state cannot be cut back (recurrent ones): there a
-    stream is continued only from exactly where it ended.
+    stream is continued only from exactly where it ended. `copies_prefixes` is False for those
+    too, and for sliding windows: a copy lacks what lies outside the window at the source's end.
     """
 
-    def __init__(self, parallel: int, block_tokens: int, root: int, *, trimmable: bool) -> None:
+    def __init__(
+        self,
+        parallel: int,
+        block_tokens: int,
+        root: int,
+        *,
+        trimmable: bool,
+        copies_prefixes: bool = True,
+    ) -> None:
         assert parallel > 0
         assert block_tokens > 0
         self._streams = [Stream(stream_id) for stream_id in range(parallel)]
         self._block_tokens = block_tokens
         self._root = root
-        self._trimmable = trimmable
+        self.parallel = parallel
+        self.trimmable = trimmable
+        self.copies_prefixes = copies_prefixes and trimmable
         self._holders: Counter[int] = Counter()
         self._events: list[KvEvent] = []
         self._releases = 0
@@ -69,26 +86,48 @@ class KvStreams:
         return sum(not stream.leased for stream in self._streams)
 
     def acquire(self, token_ids: Sequence[int]) -> Lease | None:
-        """Lease the free stream that saves most, and cut it back to what is shared.
+        """Lease the free stream that saves most, and make it hold what is shared, and no more.
 
-        Ties go to the least recently used, then the lowest id. None when all are leased.
+        What is shared may also be copied from another stream, free or in use. Ties go to the least
+        recently used, then the lowest id. None when all are leased.
         """
         free = [stream for stream in self._streams if not stream.leased]
         if not free:
             return None
-        kept = {stream.stream_id: self._reusable(stream, token_ids) for stream in free}
-        stream = max(
-            free,
-            key=lambda s: (
-                kept[s.stream_id] - RETURN_PROBABILITY * (len(s.token_ids) - kept[s.stream_id]),
-                -s.used_at,
-                -s.stream_id,
-            ),
-        )
-        keep = kept[stream.stream_id]
-        self._truncate(stream, keep)
+        shared = [self._reusable(stream, token_ids) for stream in self._streams]
+        copyable = [self._copyable(s, shared[s.stream_id]) for s in self._streams]
+        source = max(self._streams, key=lambda s: (copyable[s.stream_id], -s.stream_id))
+        copied = copyable[source.stream_id] - COPY_TOKENS
+
+        def in_place(stream: Stream) -> float:
+            keep = shared[stream.stream_id]
+            return keep - RETURN_PROBABILITY * (len(stream.token_ids) - keep)
+
+        def by_copy(stream: Stream) -> float:
+            return copied - RETURN_PROBABILITY * len(stream.token_ids)
+
+        stream = max(free, key=lambda s: (max(in_place(s), by_copy(s)), -s.used_at, -s.stream_id))
+        keep = shared[stream.stream_id]
         stream.leased = True
-        return Lease(stream.stream_id, keep)
+        if stream is source or in_place(stream) >= by_copy(stream):
+            self._truncate(stream, keep)
+            return Lease(stream.stream_id, keep)
+        return self._copy(source, stream, copyable[source.stream_id])
+
+    def reusable(self, token_ids: Sequence[int]) -> int:
+        """Return how many of these tokens some stream holds."""
+        return max(self._reusable(stream, token_ids) for stream in self._streams)
+
+    def holding(self, stream_id: int) -> int:
+        """Return how many tokens a stream holds."""
+        return len(self._streams[stream_id].token_ids)
+
+    def forget(self, stream_id: int) -> int:
+        """Say that what follows the recorded tokens is unknown; return how many can be kept."""
+        stream = self._streams[stream_id]
+        if not self.trimmable:
+            self._truncate(stream, 0)
+        return len(stream.token_ids)
 
     def append(self, stream_id: int, token_ids: Sequence[int]) -> None:
         """Record that these tokens' keys and values have been computed behind the others."""
@@ -123,10 +162,21 @@ class KvStreams:
 
     def _reusable(self, stream: Stream, token_ids: Sequence[int]) -> int:
         # The last prompt token is always computed: its logits choose the first new token.
-        keep = min(_shared(stream.token_ids, token_ids), len(token_ids) - 1)
-        if self._trimmable or keep == len(stream.token_ids):
+        keep = min(shared_tokens(stream.token_ids, token_ids), len(token_ids) - 1)
+        if self.trimmable or keep == len(stream.token_ids):
             return keep
         return 0
+
+    def _copyable(self, stream: Stream, shared: int) -> int:
+        whole = shared == len(stream.token_ids)
+        return shared if whole or self.copies_prefixes else 0
+
+    def _copy(self, source: Stream, target: Stream, keep: int) -> Lease:
+        self._truncate(target, 0)
+        target.token_ids = source.token_ids[:keep]
+        target.blocks = source.blocks[: keep // self._block_tokens]
+        self._hold(target.blocks)
+        return Lease(target.stream_id, keep, copied_from=source.stream_id)
 
     def _truncate(self, stream: Stream, keep: int) -> None:
         whole_blocks = keep // self._block_tokens
@@ -150,7 +200,7 @@ class KvStreams:
             self._events.append(Evicted(gone))
 
 
-def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+def shared_tokens(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     limit = min(len(a), len(b))
     if a[:limit] == b[:limit]:

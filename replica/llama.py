@@ -10,20 +10,24 @@ import ctypes
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from replica.batch import Batch, DecodeError
+from replica.batch import AbortedError, Batch, Chunk, Copy, Cut, DecodeError
 from replica.ggml import open_library
+from replica.lookup import DRAFT_MAX
 
 KV_TYPES = {"f16": 1, "q8_0": 8}
 """Names of KV cell types and their ggml_type numbers."""
 UBATCH_TOKENS = 512
 STREAMS_MAX = 256
 """LLAMA_MAX_SEQ, fixed when llama.cpp is compiled."""
+ABORTED = 2
+"""What llama_decode returns when its abort callback said so."""
 CONTEXT_STEP_TOKENS = 256
 """llama.cpp rounds a stream's room up to a multiple of this."""
 
@@ -67,35 +71,68 @@ class Llama:
         assert room >= options.context_tokens, "llama.cpp gave less room than was asked for"
         self._room = room
         self._rows = _BatchRows(llama, self._batch_rows_max, options.parallel)
+        self._scratch = np.empty(0, np.uint8)
+        self._abort_flag = ctypes.create_string_buffer(2)
+        self._abort_callback = _strlen_as_abort_callback(llama)
+        llama.llama_set_abort_callback(
+            self._context, self._abort_callback, ctypes.addressof(self._abort_flag)
+        )
         self.trimmable = self._probe_trimming()
+        self.copies_prefixes = self.trimmable and int(llama.llama_model_n_swa(self._model)) == 0
 
     def close(self) -> None:
         """Free the context and the model; the object is dead afterwards."""
         self._llama.llama_free(self._context)
         self._llama.llama_model_free(self._model)
 
+    def abort(self) -> None:
+        """Make the running decode give up. llama.cpp asks `strlen(flag)` between two operations."""
+        self._abort_flag[0] = b"\x01"
+
     def decode(self, batch: Batch) -> list[NDArray[np.float32]]:
         """Compute a batch; see `replica.batch.Runner`. Rows are views into llama.cpp's memory."""
-        for cut_id, keep in batch.truncate:
-            self._truncate(cut_id, keep)
-        used = 0
-        outputs = 0
-        lowest_id = 0
-        for chunk in batch.chunks:
-            start, stream_id = chunk.sequence.computed_tokens, chunk.sequence.stream_id
-            assert stream_id is not None
-            assert lowest_id <= stream_id < self._parallel
-            assert start + chunk.size <= self._room
-            tokens = chunk.sequence.token_ids[start : start + chunk.size]
-            used = self._rows.fill(used, tokens, start, stream_id, wants_logits=chunk.completes)
-            outputs += chunk.completes
-            lowest_id = stream_id + 1
-        self._decode_rows(used)
+        for move in batch.moves:
+            match move:
+                case Cut(stream_id, keep):
+                    self._truncate(stream_id, keep)
+                case Copy(source, target, keep):
+                    self._copy(source, target, keep)
+        count, outputs = self._fill(batch)
+        try:
+            self._decode_rows(count)
+        finally:
+            for stream_id, keep in ((pad.stream_id, pad.keep) for pad in batch.padding):
+                self._truncate(stream_id, keep)
         return list(self._logits(outputs)) if outputs else []
+
+    def _fill(self, batch: Batch) -> tuple[int, int]:
+        """Write a batch's rows, ascending by stream; return their number and that of outputs."""
+        padding = {pad.stream_id: pad.keep for pad in batch.padding}
+        ids = [_stream_id(chunk) for chunk in batch.chunks]
+        assert all(0 <= stream_id < self._parallel for stream_id in [*ids, *padding])
+        assert all(one < other for one, other in pairwise(ids)), "ids ascend"
+        chunks = dict(zip(ids, batch.chunks, strict=True))
+        assert padding.keys().isdisjoint(chunks)
+        used = outputs = 0
+        for stream_id in sorted(padding.keys() | chunks.keys()):
+            chunk = chunks.get(stream_id)
+            if chunk is None:
+                assert padding[stream_id] < self._room
+                used = self._rows.fill(used, [0], padding[stream_id], stream_id, 0)
+                continue
+            start = chunk.sequence.computed_tokens
+            assert start + chunk.rows <= self._room
+            tokens = [*chunk.sequence.token_ids[start : start + chunk.size], *chunk.draft]
+            used = self._rows.fill(used, tokens, start, stream_id, chunk.outputs)
+            outputs += chunk.outputs
+        return used, outputs
 
     def _decode_rows(self, count: int) -> None:
         assert 0 < count <= self._batch_rows_max
+        self._abort_flag[0] = b"\x00"
         code = self._llama.llama_decode(self._context, self._rows.struct(count))
+        if code == ABORTED:
+            raise AbortedError
         if code != 0:
             raise DecodeError(f"llama_decode returned {code} for a batch of {count} rows")
 
@@ -104,16 +141,49 @@ class Llama:
         pointer = self._llama.llama_get_logits(self._context)
         return np.ctypeslib.as_array(pointer, (outputs, self.vocab_tokens))
 
+    def _copy(self, source: int, target: int, keep: int) -> None:
+        """Copy a stream's first tokens by its serialised state: `seq_cp` takes whole streams."""
+        assert 0 <= source < self._parallel
+        assert 0 <= target < self._parallel
+        llama, context = self._llama, self._context
+        size = int(llama.llama_state_seq_get_size_ext(context, source, 0))
+        if size > self._scratch.nbytes:
+            self._scratch = np.empty(size, np.uint8)
+        buffer = _pointer(self._scratch, ctypes.c_uint8)
+        self._truncate(target, 0)
+        written = int(llama.llama_state_seq_get_data_ext(context, buffer, size, source, 0))
+        read = int(llama.llama_state_seq_set_data_ext(context, buffer, written, target, 0))
+        if read != written or written == 0:
+            raise DecodeError(f"stream {source} could not be copied to {target}")
+        self._truncate(target, keep)
+
     def _truncate(self, stream_id: int, keep: int) -> None:
         assert 0 <= stream_id < self._parallel
-        assert keep >= 0
         held = int(self._llama.llama_memory_seq_pos_max(self._memory, stream_id)) + 1
-        assert keep <= held, f"stream {stream_id} holds {held} tokens, {keep} were expected"
+        assert 0 <= keep <= held, f"stream {stream_id} holds {held} tokens, {keep} were expected"
         if keep == held:
             return
         start = keep if keep > 0 else -1
         if not self._llama.llama_memory_seq_rm(self._memory, stream_id, start, -1):
             raise DecodeError(f"stream {stream_id} could not be cut back to {keep} tokens")
+
+    def try_step(self, rows: int) -> None:
+        """Compute a step of `rows` streams that stays without consequence; for timing."""
+        used = 0
+        for stream_id in range(rows):
+            used = self._rows.fill(used, [0], 0, stream_id, 1)
+        self._decode_rows(used)
+        self._clear()
+
+    def try_prompt(self, tokens: int) -> None:
+        """Read a prompt of so many tokens that stays without consequence; for timing."""
+        self._rows.fill(0, [0] * tokens, 0, 0, 1)
+        self._decode_rows(tokens)
+        self._clear()
+
+    def _clear(self) -> None:
+        """Empty all streams, without overwriting gigabytes of cells."""
+        self._llama.llama_memory_clear(self._memory, False)  # noqa: FBT003  # a C call
 
     def _probe_trimming(self) -> bool:
         """Return whether a stream can be cut back, by trying; recurrent states cannot.
@@ -121,7 +191,7 @@ class Llama:
         Also the warm-up: the first decode touches the compute buffers.
         """
         token = self.end_token_ids[0] if self.end_token_ids else 0
-        self._rows.fill(0, [token, token], 0, 0, wants_logits=False)
+        self._rows.fill(0, [token, token], 0, 0, 0)
         self._decode_rows(2)
         trimmable = bool(self._llama.llama_memory_seq_rm(self._memory, 0, 1, -1))
         self._llama.llama_memory_clear(self._memory, True)  # noqa: FBT003  # a C call
@@ -149,17 +219,11 @@ class _BatchRows:
         )
 
     def fill(
-        self,
-        at: int,
-        token_ids: Sequence[int],
-        position: int,
-        stream_id: int,
-        *,
-        wants_logits: bool,
+        self, at: int, token_ids: Sequence[int], position: int, stream_id: int, outputs: int
     ) -> int:
         """Write a run of one stream's tokens behind row `at`; return the row after it.
 
-        `wants_logits` concerns the last of them only.
+        The last `outputs` of them give logits.
         """
         end = at + len(token_ids)
         assert at < end <= len(self._token)
@@ -167,7 +231,7 @@ class _BatchRows:
         self._pos[at:end] = np.arange(position, position + len(token_ids))
         self._seq_pointer[at:end] = self._ids.ctypes.data + stream_id * self._ids.itemsize
         self._logits[at:end] = 0
-        self._logits[end - 1] = wants_logits
+        self._logits[end - outputs : end] = 1
         return end
 
     def struct(self, count: int) -> Any:
@@ -177,6 +241,20 @@ class _BatchRows:
 
 def _pointer(array: NDArray[Any], item: Any) -> Any:
     return ctypes.cast(array.ctypes.data, ctypes.POINTER(item))
+
+
+def _stream_id(chunk: Chunk) -> int:
+    assert chunk.sequence.stream_id is not None
+    return chunk.sequence.stream_id
+
+
+def _strlen_as_abort_callback(llama: Any) -> Any:
+    """Return libc's strlen in the guise of `bool callback(void *flag)`: true while flag is set.
+
+    A callback written in Python would take the GIL at every operation of every graph.
+    """
+    strlen = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p).value
+    return llama.ggml_abort_callback(strlen)
 
 
 def _load_model(llama: Any, path: Path) -> Any:
@@ -197,7 +275,7 @@ def _make_context(llama: Any, model: Any, options: LlamaOptions, batch_rows_max:
     params.n_batch = batch_rows_max
     params.n_ubatch = UBATCH_TOKENS
     params.n_seq_max = options.parallel
-    params.n_outputs_max = options.parallel
+    params.n_outputs_max = max(options.parallel, 1 + DRAFT_MAX)
     params.n_threads = params.n_threads_batch = options.threads
     params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_ENABLED
     params.type_k = params.type_v = KV_TYPES[options.kv_type]

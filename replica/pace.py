@@ -4,6 +4,11 @@ from replica.wire import EnginePhase
 
 SMOOTHING = 0.2
 """Weight of the newest step in the running mean."""
+GAP_STEPS = 3.3
+"""While prompts are read, the gap between two tokens of a stream is this many decode steps long,
+unless a limit is given in seconds: above 3, so that reading gets most of the time, and below 4."""
+CHUNK_STEP_TOKENS = 16
+"""Chunks are multiples of this: llama.cpp's kernels work in tiles."""
 
 
 class Pace:
@@ -28,6 +33,18 @@ class Pace:
             return 0.0
         nearest = min(self._decode_s, key=lambda seen: (abs(seen - rows), seen))
         return self._decode_s[nearest] * max(1.0, rows / nearest)
+
+    def chunk_tokens(self, streams: int, gap_max_s: float | None) -> int | None:
+        """Return how much of a prompt may be read between two steps of so many streams.
+
+        None when too little has been seen to say.
+        """
+        decode_s = self.expect(EnginePhase.DECODE, streams)
+        if not self._prefill_row_s or not decode_s:
+            return None
+        gap_s = GAP_STEPS * decode_s if gap_max_s is None else gap_max_s
+        tokens = int((gap_s - decode_s) / self._prefill_row_s)
+        return max(CHUNK_STEP_TOKENS, tokens - tokens % CHUNK_STEP_TOKENS)
 
 
 def _mean(mean: float | None, value: float) -> float:

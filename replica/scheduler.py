@@ -11,11 +11,15 @@ import math
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from replica.batch import Batch, Chunk
-from replica.kv_streams import KvStreams
+from replica.batch import Batch, Chunk, Copy, Cut, Move
+from replica.kv_streams import KvStreams, shared_tokens
+from replica.lookup import DRAFT_MAX
+from replica.pace import Pace
 from replica.sampling import Drawn, Sampler, SamplingError
 from replica.sequence import Phase, Sequence
+from replica.step_curve import StepCurve
 from replica.wire import (
     TOP_LOGPROBS_MAX,
     EnginePhase,
@@ -27,6 +31,8 @@ from replica.wire import (
     Sampling,
 )
 
+WAIT_GAIN_TOKENS = 32
+"""A prompt waits for another that is being read if that saves it more than this many tokens."""
 LOGIT_MAX = 1e30
 """No sensible bias or penalty exceeds it, and float32 still has room to add and multiply."""
 
@@ -41,9 +47,13 @@ class Limits:
     batch_tokens_max: int
     """The longest chunk of a prompt, when nobody else is decoding."""
     shared_chunk_tokens_max: int
-    """The longest chunk of a prompt while streams are decoding: their gap is its duration."""
+    """A chunk of a prompt while streams are decoding, until the pace of both is known."""
     waiting_max: int
     """Requests beyond the streams; the gateway keeps the real queue."""
+    gap_max_s: float | None = None
+    """Between two tokens of a stream while prompts are read; None: in proportion to a step."""
+    guess: bool = True
+    """Whether tokens may be guessed ahead, where that pays."""
 
 
 @dataclass(slots=True)
@@ -57,15 +67,25 @@ class News:
 class Scheduler:
     """Owns every sequence from submission to its one `Finished`."""
 
-    def __init__(self, kv_streams: KvStreams, limits: Limits, end_token_ids: Seq[int]) -> None:
+    def __init__(
+        self,
+        kv_streams: KvStreams,
+        limits: Limits,
+        end_token_ids: Seq[int],
+        curve: StepCurve | None = None,
+        pace: Pace | None = None,
+    ) -> None:
+        """Without a `curve`, the cost of a step by its rows, none is padded and none guesses."""
         assert 0 < limits.shared_chunk_tokens_max <= limits.batch_tokens_max
+        self.pace = pace or Pace()
+        self._curve = curve
         self._kv_streams = kv_streams
         self._limits = limits
         self._end_token_ids = frozenset(end_token_ids)
         self._waiting: deque[Sequence] = deque()
         self._prefilling: deque[Sequence] = deque()
         self._decoding: list[Sequence] = []
-        self._truncate: list[tuple[int, int]] = []
+        self._moves: list[Move] = []
         self._prompt_is_next = True
         self._draining = False
 
@@ -141,28 +161,41 @@ class Scheduler:
         if not self._decoding:
             return None
         self._decoding.sort(key=_stream_id)
-        chunks = [Chunk(sequence, 1) for sequence in self._decoding]
-        return Batch(EnginePhase.DECODE, chunks, self._take_truncate())
+        chunks = [Chunk(sequence, 1, self._draft(sequence)) for sequence in self._decoding]
+        return Batch(EnginePhase.DECODE, chunks, self._take_moves(), self._padding(chunks))
 
-    def commit(self, batch: Batch, drawn: Seq[Drawn | SamplingError]) -> News:
-        """Fold the tokens drawn from a batch back in, in the order of `batch.sampled`."""
+    def commit(self, batch: Batch, drawn: Seq[Seq[Drawn] | SamplingError]) -> News:
+        """Fold the tokens drawn from a batch back in, in the order of `batch.sampled`.
+
+        Behind a draft there may be several: the guesses that were right, and one more.
+        """
         news = News()
         sampled = batch.sampled
         assert len(sampled) == len(drawn)
         for chunk in batch.chunks:
-            sequence, start = chunk.sequence, chunk.sequence.computed_tokens
-            assert sequence.stream_id is not None
-            self._kv_streams.append(
-                sequence.stream_id, sequence.token_ids[start : start + chunk.size]
-            )
-            sequence.computed_tokens += chunk.size
-        for sequence, draw in zip(sampled, drawn, strict=True):
+            self._compute(chunk.sequence, chunk.size)
+        for chunk, draws in zip(sampled, drawn, strict=True):
+            sequence = chunk.sequence
             if sequence.phase is Phase.PREFILL:
                 self._prefilling.remove(sequence)
                 self._decoding.append(sequence)
                 sequence.move(Phase.DECODE)
-            self._extend(sequence, draw, news)
+            if isinstance(draws, SamplingError):
+                self._cut_back(sequence)
+                failed = self._finish(sequence, FinishReason.FAILED, str(draws))
+                news.finished.append(failed)
+            else:
+                self._extend(chunk, draws, news)
         return news
+
+    def give_up(self, batch: Batch) -> None:
+        """Forget a batch that was aborted: nobody knows how much of it llama.cpp has done."""
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            self._cut_back(sequence)
+            assert sequence.stream_id is not None
+            sequence.computed_tokens = self._kv_streams.holding(sequence.stream_id)
+            sequence.cached_tokens = min(sequence.cached_tokens, sequence.computed_tokens)
 
     def _objection(self, request: Generate) -> str | None:
         """Return why the request cannot be served; these are faults of whoever sent it."""
@@ -187,46 +220,123 @@ class Scheduler:
         return None
 
     def _admit(self) -> None:
-        while self._waiting:
-            lease = self._kv_streams.acquire(self._waiting[0].token_ids)
-            if lease is None:
+        """Give waiting requests streams, in order, but for those that gain by waiting."""
+        for sequence in list(self._waiting):
+            if self._kv_streams.free == 0:
                 return
-            sequence = self._waiting.popleft()
+            if self._gains_by_waiting(sequence):
+                continue
+            lease = self._kv_streams.acquire(sequence.token_ids)
+            assert lease is not None
+            self._waiting.remove(sequence)
             sequence.move(Phase.PREFILL)
             sequence.stream_id = lease.stream_id
             sequence.computed_tokens = lease.cached_tokens
             sequence.cached_tokens = min(lease.cached_tokens, sequence.request.prompt_tokens)
             self._prefilling.append(sequence)
-            self._truncate.append((lease.stream_id, lease.cached_tokens))
+            if lease.copied_from is not None:
+                self._moves.append(Copy(lease.copied_from, lease.stream_id, lease.cached_tokens))
+            else:
+                self._moves.append(Cut(lease.stream_id, lease.cached_tokens))
+
+    def _gains_by_waiting(self, sequence: Sequence) -> bool:
+        """Whether a prompt being read begins as this one does: it can be copied when it is."""
+        if not self._prefilling or not self._kv_streams.copies_prefixes:
+            return False
+        longest = len(sequence.token_ids) - 1
+        soon = max(shared_tokens(p.token_ids, sequence.token_ids) for p in self._prefilling)
+        soon = min(soon, longest)
+        if soon <= WAIT_GAIN_TOKENS:
+            return False
+        gain = soon - self._kv_streams.reusable(sequence.token_ids)
+        # Who has begun to wait does so to the end, or the last tokens were computed by everybody.
+        sequence.awaits_prefix = gain > (0 if sequence.awaits_prefix else WAIT_GAIN_TOKENS)
+        return sequence.awaits_prefix
 
     def _prefill(self) -> Batch:
         sequence = self._prefilling[0]
         self._prefilling.rotate(-1)
         limits = self._limits
-        longest = limits.shared_chunk_tokens_max if self._decoding else limits.batch_tokens_max
+        longest = limits.batch_tokens_max
+        if self._decoding:
+            fitting = self.pace.chunk_tokens(len(self._decoding), limits.gap_max_s)
+            longest = min(longest, fitting or limits.shared_chunk_tokens_max)
         chunk = Chunk(sequence, min(sequence.pending_tokens, longest))
-        return Batch(EnginePhase.PREFILL, [chunk], self._take_truncate())
+        return Batch(EnginePhase.PREFILL, [chunk], self._take_moves())
 
-    def _take_truncate(self) -> list[tuple[int, int]]:
-        truncate, self._truncate = self._truncate, []
-        return truncate
+    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
+        """Guess what follows, where a step with the guesses makes tokens cheaper."""
+        if self._curve is None or not self._limits.guess or not self._kv_streams.trimmable:
+            return ()
+        if len(self._decoding) > 1:
+            return ()  # rows of unequal length take passes of their own
+        room = self._limits.context_tokens - len(sequence.token_ids)
+        left = sequence.request.tokens_max - sequence.completion_tokens
+        available = min(DRAFT_MAX, room - 1, left - 1)
+        wanted = sequence.trust.length(self._curve.cost_s, max(0, available))
+        guess = sequence.lookup.draft(sequence.token_ids, max(1, wanted))
+        guess = list(takewhile(lambda token: token not in self._end_token_ids, guess))
+        sequence.guess = guess[0] if guess else None
+        return tuple(guess[:wanted])
 
-    def _extend(self, sequence: Sequence, draw: Drawn | SamplingError, news: News) -> None:
-        if isinstance(draw, SamplingError):
-            news.finished.append(self._finish(sequence, FinishReason.FAILED, str(draw)))
-            return
-        if draw.token_id in self._end_token_ids:
+    def _padding(self, chunks: Seq[Chunk]) -> tuple[Cut, ...]:
+        """Choose the idle streams whose dummy rows make the step cheaper."""
+        if self._curve is None or not self._kv_streams.trimmable:
+            return ()
+        if any(chunk.draft for chunk in chunks):
+            return ()
+        active = [_stream_id(chunk.sequence) for chunk in chunks]
+        room = self._limits.context_tokens
+        held = {i: self._kv_streams.holding(i) for i in range(self._kv_streams.parallel)}
+        idle = [i for i, tokens in held.items() if i not in active and tokens < room]
+        return tuple(Cut(i, held[i]) for i in self._curve.filling(active, idle))
+
+    def _take_moves(self) -> list[Move]:
+        moves, self._moves = self._moves, []
+        return moves
+
+    def _compute(self, sequence: Sequence, size: int) -> None:
+        """Record that the next tokens of a sequence are now in its stream."""
+        assert sequence.stream_id is not None
+        start = sequence.computed_tokens
+        self._kv_streams.append(sequence.stream_id, sequence.token_ids[start : start + size])
+        sequence.computed_tokens += size
+
+    def _cut_back(self, sequence: Sequence) -> None:
+        """Drop what a stream holds beyond its books."""
+        assert sequence.stream_id is not None
+        keep = self._kv_streams.forget(sequence.stream_id)
+        self._moves.append(Cut(sequence.stream_id, keep))
+
+    def _extend(self, chunk: Chunk, draws: Seq[Drawn], news: News) -> None:
+        """Append drawn tokens; all but the last were guessed, and so are computed already."""
+        sequence = chunk.sequence
+        assert 0 < len(draws) <= 1 + len(chunk.draft)
+        self._learn(chunk, draws)
+        kept = [draw for draw in draws if draw.token_id not in self._end_token_ids]
+        sequence.token_ids += [draw.token_id for draw in kept]
+        if len(draws) > 1:
+            self._compute(sequence, len(draws) - 1)
+        if len(chunk.draft) >= len(draws):
+            self._cut_back(sequence)
+        if kept:
+            news.outputs.append(_output(sequence, kept))
+            sequence.heard = True
+        if len(kept) < len(draws):
             news.finished.append(self._finish(sequence, FinishReason.STOP))
             return
-        sequence.token_ids.append(draw.token_id)
-        sequence.sampler.accept(draw.token_id)
-        logprobs = None if draw.logprobs is None else [draw.logprobs]
-        cached_tokens = None if sequence.heard else sequence.cached_tokens
-        sequence.heard = True
-        news.outputs.append(Output(sequence.request_id, [draw.token_id], logprobs, cached_tokens))
         full = len(sequence.token_ids) == self._limits.context_tokens
         if full or sequence.completion_tokens == sequence.request.tokens_max:
             news.finished.append(self._finish(sequence, FinishReason.LENGTH))
+
+    def _learn(self, chunk: Chunk, draws: Seq[Drawn]) -> None:
+        """See whether guesses were right, also one that was not worth a row."""
+        sequence = chunk.sequence
+        if chunk.draft:
+            sequence.trust.observe(len(chunk.draft), len(draws) - 1)
+        elif sequence.guess is not None:
+            sequence.trust.observe(1, int(draws[0].token_id == sequence.guess))
+        sequence.guess = None
 
     def _finish(
         self, sequence: Sequence, reason: FinishReason, error: str | None = None
@@ -263,6 +373,13 @@ class Scheduler:
 def _stream_id(sequence: Sequence) -> int:
     assert sequence.stream_id is not None
     return sequence.stream_id
+
+
+def _output(sequence: Sequence, draws: Seq[Drawn]) -> Output:
+    logprobs = [draw.logprobs for draw in draws if draw.logprobs is not None]
+    cached_tokens = None if sequence.heard else sequence.cached_tokens
+    token_ids = [draw.token_id for draw in draws]
+    return Output(sequence.request_id, token_ids, logprobs or None, cached_tokens)
 
 
 def _sampling_objection(sampling: Sampling, vocab_tokens: int) -> str | None:

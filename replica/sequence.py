@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from replica.lookup import Lookup, Trust
 from replica.sampling import Sampler
 from replica.wire import FinishReason, Generate
 
@@ -44,6 +45,12 @@ class Sequence:
     finish_reason: FinishReason | None = None
     heard: bool = False
     """Whether a first token has been published."""
+    lookup: Lookup = field(default_factory=Lookup)
+    trust: Trust = field(default_factory=Trust)
+    awaits_prefix: bool = False
+    """Whether another sequence is reading a prompt that begins as this one does."""
+    guess: int | None = None
+    """What the next token was thought to be, without a row to show for it."""
 
     def __post_init__(self) -> None:
         assert 0 < self.request.prompt_tokens <= len(self.request.token_ids)

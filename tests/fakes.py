@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from replica.batch import Batch, DecodeError
+from replica.batch import Batch, Copy, Cut, DecodeError
+from replica.lookup import DRAFT_MAX
 from replica.sampling import Sampler
 from replica.sequence import Sequence
 from replica.wire import EnginePhase, Generate, Sampling
@@ -66,7 +67,7 @@ class FakeRunner:
     ) -> None:
         self.vocab_tokens = vocab_tokens
         self.end_token_ids = [END_TOKEN_ID]
-        self.trimmable = trimmable
+        self.trimmable = self.copies_prefixes = trimmable
         self.batch_tokens_max = batch_tokens_max
         self.cells: list[list[int]] = [[] for _ in range(parallel)]
         self.phases: list[EnginePhase] = []
@@ -74,8 +75,11 @@ class FakeRunner:
         """Of every batch: (stream id, tokens) of its chunks."""
         self.nan_after: tuple[int, ...] | None = None
         """A stream that begins with these tokens has logits that are no numbers."""
+        self.aborted = False
+        self.padded = 0
+        """Dummy rows computed so far."""
         self._room_tokens = room_tokens
-        self._rows_max = max(batch_tokens_max, parallel)
+        self._rows_max = max(batch_tokens_max, parallel, 1 + DRAFT_MAX)
 
     @property
     def rows(self) -> int:
@@ -85,23 +89,43 @@ class FakeRunner:
     def close(self) -> None:
         """Nothing to free; `Llama` has it."""
 
+    def abort(self) -> None:
+        self.aborted = True
+
     def decode(self, batch: Batch) -> list[Row]:
-        for stream_id, keep in batch.truncate:
-            self._truncate(stream_id, keep)
-        assert 0 < batch.rows <= self._rows_max
+        for move in batch.moves:
+            match move:
+                case Cut(stream_id, keep):
+                    self._truncate(stream_id, keep)
+                case Copy(source, target, keep):
+                    self._copy(source, target, keep)
+        assert 0 < batch.rows + len(batch.padding) <= self._rows_max
         ids = [_stream_id(chunk.sequence) for chunk in batch.chunks]
         assert all(0 <= stream_id < len(self.cells) for stream_id in ids)
         assert all(one < other for one, other in pairwise(ids)), "ids ascend"
+        for pad in batch.padding:
+            assert pad.stream_id not in ids
+            assert pad.keep == len(self.cells[pad.stream_id]) < self._room_tokens
         rows: list[Row] = []
         for stream_id, chunk in zip(ids, batch.chunks, strict=True):
             start = chunk.sequence.computed_tokens
-            assert start + chunk.size <= self._room_tokens
-            self._extend(stream_id, start, chunk.sequence.token_ids[start : start + chunk.size])
-            if chunk.completes:
-                rows.append(self._logits(self.cells[stream_id]))
+            assert start + chunk.rows <= self._room_tokens
+            tokens = [*chunk.sequence.token_ids[start : start + chunk.size], *chunk.draft]
+            self._extend(stream_id, start, tokens)
+            cells = self.cells[stream_id]
+            first = len(cells) - chunk.outputs + 1
+            rows += [self._logits(cells[:end]) for end in range(first, len(cells) + 1)]
         self.phases.append(batch.phase)
-        self.sizes.append([(i, chunk.size) for i, chunk in zip(ids, batch.chunks, strict=True)])
+        self.sizes.append([(i, chunk.rows) for i, chunk in zip(ids, batch.chunks, strict=True)])
+        self.padded += len(batch.padding)
         return rows
+
+    def _copy(self, source: int, target: int, keep: int) -> None:
+        assert source != target
+        assert keep <= len(self.cells[source])
+        if keep < len(self.cells[source]) and not self.trimmable:
+            raise DecodeError(f"the state of stream {source} cannot be cut back to {keep}")
+        self.cells[target] = self.cells[source][:keep]
 
     def _truncate(self, stream_id: int, keep: int) -> None:
         assert 0 <= stream_id < len(self.cells)

@@ -6,13 +6,13 @@ compared within `ROUNDING`; a wrong token in the cache moves them by far more.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from replica.batch import Batch, Chunk, DecodeError
+from replica.batch import Batch, Chunk, Copy, Cut, DecodeError
 from replica.engine import Engine, StepResult
 from replica.kv_streams import KvStreams
 from replica.llama import Llama, LlamaOptions, ModelLoadError
@@ -86,7 +86,7 @@ class Memory:
     parallel: int
 
     def decode(self, *chunks: Chunk, truncate: list[tuple[int, int]] | None = None) -> list[Row]:
-        batch = Batch(EnginePhase.PREFILL, list(chunks), truncate or [])
+        batch = Batch(EnginePhase.PREFILL, list(chunks), [Cut(*cut) for cut in truncate or []])
         return [row.copy() for row in self.runner.decode(batch)]
 
     def read(self, stream_id: int, token_ids: list[int], keep: int = 0, step: int = 512) -> Row:
@@ -128,6 +128,7 @@ def distance(one: Row, other: Row) -> float:
 
 
 each_kind = pytest.mark.parametrize("kind", ALL)
+each_trimmable = pytest.mark.parametrize("kind", TRIMMABLE)
 each_width = pytest.mark.parametrize("parallel", [1, 4])
 
 
@@ -220,7 +221,7 @@ def test_a_row_may_be_used_up(make: Make) -> None:
     """The sampler writes into it."""
     memory, prompt = make(), words(20)
     expected = memory.read(0, [*prompt, 7])
-    batch = Batch(EnginePhase.PREFILL, [chunk(prompt, 0)], [(0, 0)])
+    batch = Batch(EnginePhase.PREFILL, [chunk(prompt, 0)], [Cut(0, 0)])
     (row,) = memory.runner.decode(batch)
     row[:] = np.nan
     same(expected, memory.read(0, [*prompt, 7], keep=20))
@@ -463,3 +464,70 @@ def test_the_library_is_one_for_the_process(models: dict[str, Path]) -> None:
     assert distance(rows[0], rows[1]) > ROUNDING
     one.close()
     other.close()
+
+
+# Moves, padding and guesses
+
+
+@each_kind
+def test_a_copy_goes_on_as_its_source_would(make: Make) -> None:
+    memory, prompt = make(4), words(70)
+    expected = memory.read(0, prompt)
+    memory.read(1, prompt[:60])
+    memory.read(2, words(9, seed=5))
+    batch = Batch(EnginePhase.PREFILL, [chunk(prompt, 2, start=60)], [Copy(1, 2, 60)])
+    (row,) = memory.runner.decode(batch)
+
+    same(expected, row.copy())
+    same(expected, memory.read(1, prompt, keep=60))
+
+
+@pytest.mark.parametrize("kind", ["fake", *REAL[:2]])
+def test_a_copy_may_be_shorter_than_its_source(make: Make) -> None:
+    memory, prompt = make(4), words(70)
+    expected = memory.read(0, prompt)
+    assert memory.runner.copies_prefixes
+    memory.read(3, [*prompt[:50], *words(40, seed=7)])
+    batch = Batch(EnginePhase.PREFILL, [chunk(prompt, 1, start=50)], [Copy(3, 1, 50)])
+    (row,) = memory.runner.decode(batch)
+
+    same(expected, row)
+
+
+@each_trimmable
+def test_dummy_rows_leave_no_trace(make: Make) -> None:
+    memory, prompt = make(4), words(40)
+    expected = memory.read(0, [*prompt, 7])
+    for stream_id in (1, 2, 3):
+        memory.read(stream_id, prompt)
+    row_chunk = chunk([*prompt, 7], 2, start=40)
+    (row,) = memory.runner.decode(
+        Batch(EnginePhase.DECODE, [row_chunk], [], (Cut(1, 40), Cut(3, 40)))
+    )
+
+    same(expected, row.copy())
+    for stream_id in (1, 3):
+        same(expected, memory.read(stream_id, [*prompt, 7], keep=40))
+
+
+@each_trimmable
+def test_every_row_behind_a_guess_has_its_logits(make: Make) -> None:
+    memory, prompt, draft = make(2), words(30), words(5, seed=3)
+    expected = [memory.read(0, [*prompt, *draft[:right]]) for right in range(6)]
+    memory.read(1, prompt[:29])
+    rows = memory.decode(replace(chunk(prompt, 1, start=29), draft=tuple(draft)))
+
+    assert 6 == len(rows)
+    for one, other in zip(expected, rows, strict=True):
+        same(one, other)
+
+
+def test_a_copy_of_a_sliding_window_is_whole_or_nothing(
+    models: dict[str, Path],
+) -> None:
+    """What lies outside the window is not copied, so a shorter prefix could not go on from it."""
+    llama = Llama(LlamaOptions(models["sliding-window"], ROOM_TOKENS, 2, threads=1))
+
+    assert llama.trimmable
+    assert not llama.copies_prefixes
+    llama.close()

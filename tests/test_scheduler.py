@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from replica.batch import Batch
+from replica.batch import Batch, Copy, Cut
 from replica.kv_streams import KvStreams
 from replica.sampling import Drawn, SamplingError
 from replica.scheduler import Limits, News, Scheduler
+from replica.step_curve import StepCurve
 from replica.wire import (
     TOP_LOGPROBS_MAX,
     EnginePhase,
@@ -46,12 +47,13 @@ class Desk:
         batch_tokens_max: int = 8,
         shared_chunk_tokens_max: int = 4,
         waiting_max: int = 10,
+        curve: StepCurve | None = None,
     ) -> None:
         self.kv_streams = KvStreams(parallel, 2, 1, trimmable=True)
         limits = Limits(
             CONTEXT_TOKENS, VOCAB_TOKENS, batch_tokens_max, shared_chunk_tokens_max, waiting_max
         )
-        self.scheduler = Scheduler(self.kv_streams, limits, [END_TOKEN_ID])
+        self.scheduler = Scheduler(self.kv_streams, limits, [END_TOKEN_ID], curve)
 
     def submit(self, *requests: Generate) -> None:
         for each in requests:
@@ -64,7 +66,7 @@ class Desk:
 
     def step(self, token_id: int = 5) -> News:
         batch = self.batch()
-        drawn = [Drawn(token_id, None) for _ in batch.sampled]
+        drawn = [[Drawn(token_id, None)] for _ in batch.sampled]
         return self.scheduler.commit(batch, drawn)
 
     def plan(self, steps: int) -> list[tuple[EnginePhase, dict[str, int]]]:
@@ -73,7 +75,7 @@ class Desk:
         for _ in range(steps):
             batch = self.batch()
             seen.append((batch.phase, {c.sequence.request_id: c.size for c in batch.chunks}))
-            self.scheduler.commit(batch, [Drawn(5, None) for _ in batch.sampled])
+            self.scheduler.commit(batch, [[Drawn(5, None)] for _ in batch.sampled])
         return seen
 
 
@@ -154,8 +156,9 @@ def first_ids(desk: Desk) -> list[int]:
     order: list[int] = []
     while len(order) < 3:
         batch = desk.batch()
-        order += [s.stream_id or 0 for s in batch.sampled if s.stream_id not in order]
-        desk.scheduler.commit(batch, [Drawn(5, None) for _ in batch.sampled])
+        sampled = [chunk.sequence.stream_id or 0 for chunk in batch.sampled]
+        order += [stream_id for stream_id in sampled if stream_id not in order]
+        desk.scheduler.commit(batch, [[Drawn(5, None)] for _ in batch.sampled])
     return order
 
 
@@ -172,22 +175,22 @@ def test_a_stream_is_cut_before_the_batch_that_uses_it() -> None:
     desk.submit(request("a", [1, 2, 3], tokens_max=1))
     desk.step()
     desk.submit(request("again", [1, 2, 9]), request("other", [7]))
-    assert [(0, 2), (1, 0)] == desk.batch().truncate
+    assert [Cut(0, 2), Cut(1, 0)] == desk.batch().moves
 
 
 def test_a_stream_admitted_while_others_decode_is_cut_once() -> None:
     desk = Desk(parallel=2)
     desk.submit(request("a", [1]))
-    assert [(0, 0)] == desk.batch().truncate
+    assert [Cut(0, 0)] == desk.batch().moves
     desk = Desk(parallel=2)
     desk.submit(request("a", [1]))
     desk.step()
     desk.step()
     desk.submit(request("b", [2]))
     batch = desk.batch()
-    assert [(1, 0)] == batch.truncate
-    desk.scheduler.commit(batch, [Drawn(5, None)])
-    assert [] == desk.batch().truncate
+    assert [Cut(1, 0)] == batch.moves
+    desk.scheduler.commit(batch, [[Drawn(5, None)]])
+    assert [] == desk.batch().moves
 
 
 # What becomes of a request
@@ -197,7 +200,7 @@ def test_a_token_is_told_with_its_logprobs() -> None:
     desk = Desk()
     desk.submit(request("a", [1]))
     logprobs = TokenLogprobs(-0.5, [(5, -0.5)])
-    news = desk.scheduler.commit(desk.batch(), [Drawn(5, logprobs)])
+    news = desk.scheduler.commit(desk.batch(), [[Drawn(5, logprobs)]])
     assert [Output("a", [5], [logprobs], cached_tokens=0)] == news.outputs
     assert [] == news.finished
 
@@ -258,8 +261,8 @@ def test_cached_tokens_are_those_of_the_prompt_alone() -> None:
     desk.submit(request("b", [1, 2], tokens_max=5, completion=(3, 4, 5)))
     assert [Load(0, 1, 6)] == [desk.scheduler.load]
     batch = desk.batch()
-    assert [(0, 4)] == batch.truncate
-    desk.scheduler.commit(batch, [Drawn(5, None)])
+    assert [Cut(0, 4)] == batch.moves
+    desk.scheduler.commit(batch, [[Drawn(5, None)]])
     finished = desk.scheduler.cancel("b")
     assert Finished("b", FinishReason.CANCELLED, 2, 2, 4) == finished
 
@@ -268,7 +271,7 @@ def test_a_row_without_a_token_fails_its_request_alone() -> None:
     desk = Desk()
     desk.submit(request("a", [1]), request("b", [2]))
     desk.plan(3)
-    news = desk.scheduler.commit(desk.batch(), [SamplingError("no numbers"), Drawn(5, None)])
+    news = desk.scheduler.commit(desk.batch(), [SamplingError("no numbers"), [Drawn(5, None)]])
     assert [Finished("a", FinishReason.FAILED, 1, 0, 2, "no numbers")] == news.finished
     assert [Output("b", [5])] == news.outputs
     assert Load(1, 0, 5) == desk.scheduler.load
@@ -296,7 +299,7 @@ def test_a_cancelled_prompt_leaves_what_it_has_computed() -> None:
     desk.step()
     desk.scheduler.cancel("a")
     desk.submit(request("b", [1] * 20))
-    assert [(0, 8)] == desk.batch().truncate
+    assert [Cut(0, 8)] == desk.batch().moves
 
 
 def test_all_are_dropped_at_once() -> None:
@@ -434,3 +437,122 @@ def test_a_draining_replica_refuses_and_finishes_what_runs() -> None:
 
 def test_an_idle_replica_is_not_drained() -> None:
     assert not Desk().scheduler.drained
+
+
+# What is shared is computed once
+
+
+def test_a_prompt_that_begins_as_one_being_read_waits_and_copies() -> None:
+    """Eight at once with one new system prompt compute it once."""
+    desk = Desk(8)
+    prefix = [1] * 50
+    desk.submit(*(request(str(n), [*prefix, 2 + n, 3], tokens_max=20) for n in range(8)))
+    rows: dict[str, int] = {}
+    while any(rows.get(str(n), 0) < 2 for n in range(8)):
+        batch = desk.batch()
+        for chunk in batch.chunks:
+            name = chunk.sequence.request_id
+            rows[name] = rows.get(name, 0) + chunk.size * (batch.phase is PREFILL)
+        desk.scheduler.commit(batch, [[Drawn(5, None)] for _ in batch.sampled])
+
+    assert 52 == rows["0"]
+    assert [2] * 7 == [rows[str(n)] for n in range(1, 8)]
+
+
+def test_who_waits_for_a_prompt_that_is_cancelled_reads_it() -> None:
+    desk = Desk(2)
+    desk.submit(request("first", [1] * 60, 2), request("second", [1] * 60, 2))
+    assert {"first"} == {c.sequence.request_id for c in desk.batch().chunks}
+    desk.scheduler.cancel("first")
+
+    assert {"second"} == {c.sequence.request_id for c in desk.batch().chunks}
+
+
+def test_a_different_prompt_overtakes_one_that_waits() -> None:
+    desk = Desk(2)
+    desk.submit(
+        request("first", [1] * 60, 2), request("second", [1] * 60, 2), request("other", [3] * 8, 2)
+    )
+    seen = {c.sequence.request_id for _ in range(2) for c in desk.batch().chunks}
+
+    assert {"first", "other"} == seen
+
+
+def test_what_a_stream_in_use_holds_is_copied_from_it() -> None:
+    desk = Desk(2)
+    desk.submit(request("stream", [1] * 40, 20))
+    while not desk.scheduler._decoding:
+        desk.step()
+    desk.submit(request("same", [1] * 40 + [2], 2))
+    moves = desk.batch().moves
+
+    assert [Copy(0, 1, 40)] == moves
+
+
+# Rows that are added
+
+
+def test_a_gap_between_streams_gets_a_dummy_row() -> None:
+    desk = Desk(3, curve=StepCurve({1: 1.0, 2: 1.1, 3: 1.2}))
+    desk.submit(*(request(name, [token], 20) for token, name in enumerate("abc", start=1)))
+    for _ in range(6):
+        desk.step()
+    held = desk.kv_streams.holding(1)
+    desk.scheduler.cancel("b")
+    decode = desk.batch()
+
+    assert DECODE is decode.phase
+    assert (Cut(1, held),) == decode.padding
+    assert [0, 2] == [chunk.sequence.stream_id for chunk in decode.chunks]
+
+
+def test_no_row_is_added_where_it_costs() -> None:
+    desk = Desk(3, curve=StepCurve({1: 1.0, 2: 3.0, 3: 9.0}))
+    desk.submit(request("a", [1], 20))
+    desk.step()
+
+    assert () == desk.batch().padding
+
+
+def test_a_repeating_text_is_guessed_ahead_once_guesses_prove_right() -> None:
+    """Three rows for the price of one: every right guess is a step saved."""
+    desk = Desk(1, curve=StepCurve(dict.fromkeys(range(1, 9), 1.0)))
+    desk.submit(request("a", [1, 2, 3, 4] * 3, 40))
+    text = [1, 2, 3, 4] * 20
+    steps = tokens = 0
+    while not desk.scheduler.idle:
+        batch = desk.batch()
+        (chunk,) = batch.chunks
+        at = chunk.sequence.computed_tokens + chunk.size
+        run = [Drawn(token, None) for token in text[at : at + 1 + len(chunk.draft)]]
+        assert list(chunk.draft) == [draw.token_id for draw in run[:-1]]
+        news = desk.scheduler.commit(batch, [run] if chunk.completes else [])
+        tokens += sum(len(output.token_ids) for output in news.outputs)
+        steps += batch.phase is DECODE
+
+    assert 40 == tokens
+    assert steps < 20
+
+
+def test_a_wrong_guess_leaves_nothing_in_the_stream() -> None:
+    desk = Desk(1, curve=StepCurve(dict.fromkeys(range(1, 9), 1.0)))
+    desk.submit(request("a", [1, 2, 3, 4] * 3, 40))
+    while not (batch := desk.batch()).chunks[0].draft:
+        desk.scheduler.commit(batch, [[Drawn(1, None)] for _ in batch.sampled])
+        batch.chunks[0].sequence.trust.observe(1, 1)
+    held = desk.kv_streams.holding(0)
+    desk.scheduler.commit(batch, [[Drawn(9, None)]])
+
+    assert Cut(0, held + 1) in desk.batch().moves
+
+
+def test_after_an_abort_the_chunk_is_read_again() -> None:
+    desk = Desk(1)
+    desk.submit(request("a", [1] * 20, 4))
+    desk.step()
+    batch = desk.batch()
+    desk.scheduler.give_up(batch)
+    again = desk.batch()
+
+    assert [Cut(0, 8)] == again.moves
+    assert [(8, 8)] == [(c.sequence.computed_tokens, c.size) for c in again.chunks]

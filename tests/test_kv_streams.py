@@ -71,7 +71,7 @@ def test_the_oldest_free_stream_is_the_one_reused() -> None:
     kv = streams(3)
     for prompt in ([1, 1], [2, 2], [3, 3]):
         hold(kv, prompt)
-    hold(kv, [1, 1, 1])
+    assert 0 == hold(kv, [1, 1]), "used again, and as long as the others: only its age differs"
     assert [1, 2, 0] == [acquired(kv, [7]).stream_id for _ in range(3)]
 
 

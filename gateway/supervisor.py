@@ -133,7 +133,10 @@ class Supervisor:
     async def _live(self, command: Command) -> int:
         """Run the process once, from start to end; return its exit code."""
         process = await asyncio.create_subprocess_exec(
-            *command.argv, env=command.environment, stdin=asyncio.subprocess.DEVNULL
+            *command.argv,
+            env=command.environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for us alone: we drain before replicas may end
         )
         self._processes[command.replica_id] = process
         self._move(command.replica_id, ProcessState.RUNNING, "")

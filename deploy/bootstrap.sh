@@ -225,11 +225,11 @@ pip_install() {
         "$@" >"$log" 2>&1 </dev/null &
     pip=$!
     trap 'interrupted 130' INT
-    trap 'interrupted 143' TERM HUP
+    trap 'interrupted 143' TERM HUP PIPE
     watch_pip
     status=0
     wait "$pip" || status=$?
-    trap - INT TERM HUP
+    trap - INT TERM HUP PIPE
     rm -rf "$scratch"
     cd "$called_from"
     [ "$status" != 0 ] || return 0
@@ -243,7 +243,7 @@ interrupted() {
     kill -TERM "-$pip" 2>/dev/null || true  # dash's kill knows no --
     wait "$pip" 2>/dev/null || true
     rm -rf "$scratch"
-    say "interrupted; the next call begins again"
+    say "interrupted; the next call begins again" || true
     exit "$1"
 }
 

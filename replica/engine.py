@@ -102,7 +102,7 @@ class Engine:
                     news.finished.append(finished)
             case CancelAll(audience):
                 self._scheduler.cancel_all()
-                news.outputs.clear()
+                assert not news.outputs, "commands have no tokens to tell"
                 news.finished.clear()
                 self._audience = audience
             case Drain():

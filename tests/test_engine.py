@@ -2,6 +2,7 @@
 
 import math
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import pairwise
@@ -562,6 +563,10 @@ def test_nothing_is_published_when_nothing_has_changed() -> None:
     bench.turn(Cancel("nobody"))
     bench.turn(CancelAll(1))
     assert [] == bench.results
+    bench.serve(generate("a", [1, 2]))
+    told = len(bench.results)
+    bench.turn()
+    assert told == len(bench.results)
 
 
 def test_a_step_tells_its_rows_and_its_seconds() -> None:
@@ -595,20 +600,26 @@ def test_of_a_gateway_that_left_nothing_more_is_said() -> None:
 
 
 def test_the_engine_says_what_it_is_doing_and_until_when() -> None:
-    seen: list[tuple[EnginePhase, bool]] = []
+    seen: list[tuple[EnginePhase, int]] = []
     bench = Bench(parallel=1, chunk_tokens_max=(4, 4))
+    bench.scheduler.pace.observe(EnginePhase.PREFILL, 1, 1000.0)
+    bench.scheduler.pace.observe(EnginePhase.DECODE, 1, 7000.0)
     decode = bench.runner.decode
 
     def watched(batch: Batch) -> list[Row]:
         progress = bench.engine.progress
-        seen.append((progress.phase, progress.ends_at > 0))
+        seen.append((progress.phase, round((progress.ends_at - time.monotonic()) / 1000)))
         return decode(batch)
 
     bench.runner.decode = watched  # type: ignore[method-assign]
     assert EnginePhase.IDLE is bench.engine.progress.phase
     bench.serve(generate("a", [1] * 6, 2))
-    prefill, decoding = (EnginePhase.PREFILL, True), (EnginePhase.DECODE, True)
-    assert [prefill, prefill, decoding] == seen
+    reading, decoding = EnginePhase.PREFILL, EnginePhase.DECODE
+    assert [reading, reading, decoding] == [phase for phase, _ in seen]
+    expected_s = [thousands for _, thousands in seen]
+    assert (4, 7) == (expected_s[0], expected_s[2])
+    assert bench.scheduler.pace.expect(EnginePhase.PREFILL, 1) < 1000, "it learns from its steps"
+    assert bench.scheduler.pace.expect(EnginePhase.DECODE, 1) < 7000
 
 
 # The loop on its own thread
@@ -669,14 +680,23 @@ def test_an_idle_engine_drains_at_once() -> None:
     assert running.error is None
 
 
-def test_an_engine_with_nothing_to_do_says_so() -> None:
+def test_an_engine_with_nothing_to_do_sleeps() -> None:
+    """Every turn of the loop has a command to obey or a batch to compute."""
     running = Running()
-    running.engine.send(generate("a", [1], 1))
-    running.until(lambda bench: "a" in bench.finished)
-    running.engine.send(generate("b", [1], 1))
+    turns, schedule = [0], running.bench.scheduler.schedule
+
+    def counted() -> Batch | None:
+        turns[0] += 1
+        return schedule()
+
+    running.bench.scheduler.schedule = counted  # type: ignore[method-assign]
+    for name in ("a", "b"):
+        running.engine.send(generate(name, [1], 1))
+        running.until(lambda bench, name=name: name in bench.finished)  # type: ignore[misc]
     running.engine.send(Drain())
     running.join()
-    assert {"a", "b"} == set(running.bench.finished)
+    commands, batches = 3, len(running.bench.runner.phases)
+    assert turns[0] <= commands + batches
 
 
 def test_a_batch_that_llama_cpp_refuses_ends_the_loop() -> None:

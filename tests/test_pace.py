@@ -47,7 +47,7 @@ def test_decode_steps_are_expected_from_the_nearest_row_count() -> None:
 
 
 def test_between_two_equally_near_the_smaller_is_taken() -> None:
-    pace = paced((DECODE, 6, 0.5), (DECODE, 4, 0.4))
+    pace = paced((DECODE, 6, 0.7), (DECODE, 4, 0.4))
     assert 0.4 * 5 / 4 == pytest.approx(pace.expect(DECODE, 5))
 
 

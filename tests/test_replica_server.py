@@ -234,6 +234,7 @@ async def test_the_status_shows_facts_load_and_phase(replica: Replica) -> None:
         assert ("prefill", True) == (busy["phase"], busy["connected"])
         replica.runner.gate.set()
         await frames_until(socket, "a")
+        await until(lambda: replica.server.status()["phase"] == "idle")
         assert 4 == (await replica.get("/status")).json()["kv_used_tokens"]
 
 
@@ -440,17 +441,24 @@ async def test_the_same_id_from_a_newer_gateway_is_another_request(replica: Repl
 
 async def test_what_a_replaced_gateway_still_says_is_not_obeyed(replica: Replica) -> None:
     """It would count as its successor's wish."""
-    async with replica.connect() as old, replica.connect() as new:
+    async with replica.connect() as old:
         await hello_of(old)
+        old.transport.pause_reading()  # it cannot know yet that it has been replaced
+        new = await replica.connect()
         await hello_of(new)
         request = generate("a", [1, 2])
+        replica.runner.gate.clear()
         await say(new, request)
-        with suppress(ConnectionClosed):
-            await say(old, Cancel("a"), Drain())
+        await say(old, Cancel("a"), Drain())
+        async with asyncio.timeout(PATIENCE_S):
+            await replica.get("/health")  # what was said has been read by now
+        replica.runner.gate.set()
         assert reference(request, CONTEXT_TOKENS) == outputs(await frames_until(new, "a"), "a")
         again = generate("b", [1, 2])
         await say(new, again)
         assert {"b": FinishReason.LENGTH} == ends(await frames_until(new, "b"))
+        await new.close()
+        old.transport.abort()
 
 
 async def test_of_gateways_that_come_at_once_the_last_one_stays(replica: Replica) -> None:
@@ -556,8 +564,14 @@ async def test_a_drain_finishes_what_runs_and_refuses_what_comes(tmp_path: Path)
             assert not replica.thread.is_alive()
 
 
-async def test_at_the_end_a_slow_gateway_hears_everything(tmp_path: Path) -> None:
-    """The last Finished must not be lost between the engine's end and the socket's."""
+async def test_at_the_end_a_slow_gateway_hears_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """
+    The last Finished must not be lost between the engine's end and the socket's; and when all is
+    said, nothing more is waited for.
+    """
+    monkeypatch.setattr(server_module, "CLOSE_S", 3600.0)
     async with asyncio.TaskGroup() as group:
         async with serving(tmp_path) as replica:
             replica.ready()

@@ -5,15 +5,17 @@ many rows round differently (up to 0.011 was measured here, of logits that span 
 compared within `ROUNDING`; a wrong token in the cache moves them by far more.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from replica.batch import Batch, Chunk, Copy, Cut, DecodeError, Move
+from replica.batch import AbortedError, Batch, Chunk, Copy, Cut, DecodeError, Move
 from replica.engine import Engine, StepResult
 from replica.kv_streams import KvStreams
 from replica.llama import Llama, LlamaOptions, ModelLoadError
@@ -463,6 +465,17 @@ def test_a_context_that_llama_cpp_cannot_make_is_an_error_with_a_reason(tmp_path
 
 
 @pytest.mark.model
+def test_layers_with_a_window_forget_nothing_that_a_cut_may_need(models: dict[str, Path]) -> None:
+    """Without `swa_full` they keep the window and a batch: too little for a prompt this long."""
+    llama = Llama(LlamaOptions(models["sliding-window"], 2048, 1, threads=1))
+    memory, prompt = Memory(llama, 1), words(1500)
+    expected = memory.read(0, prompt[:200])
+    memory.read(0, prompt)
+    same(expected, memory.read(0, prompt[:200], keep=150))
+    llama.close()
+
+
+@pytest.mark.model
 def test_the_library_is_one_for_the_process(models: dict[str, Path]) -> None:
     one = Llama(LlamaOptions(models["dense"], 256, 1, threads=1))
     other = Llama(LlamaOptions(models["moe"], 256, 1, threads=1))
@@ -550,3 +563,53 @@ def test_a_copy_is_cut_back_as_its_source_would_be(make: Make) -> None:
     if memory.runner.trimmable:
         same(memory.read(0, prompt[:200]), memory.read(1, prompt[:200], keep=199))
     same(expected, memory.read(1, prompt))
+
+
+@pytest.mark.parametrize("kind", REAL)
+def test_after_an_abort_it_goes_on_from_what_is_kept(make: Make) -> None:
+    memory, prompt, beside = make(2), words(500), words(20, seed=1)
+    whole, expected = memory.read(0, prompt), memory.read(0, [*beside, 7])
+    keep = 100 if memory.runner.trimmable else 0
+    memory.read(0, prompt[:100])
+    memory.read(1, beside)
+    with aborting(memory.runner), pytest.raises(AbortedError):
+        memory.decode(chunk(prompt, 0, start=100))
+    same(whole, memory.read(0, prompt, keep=keep))
+    same(expected, memory.read(1, [*beside, 7], keep=20))
+
+
+@contextmanager
+def aborting(runner: FakeRunner | Llama) -> Iterator[None]:
+    """Abort all the time: a decode forgets whatever came before it began."""
+    over = threading.Event()
+
+    def abort() -> None:
+        while not over.is_set():
+            runner.abort()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@each_kind
+def test_an_abort_that_comes_between_batches_does_nothing(make: Make) -> None:
+    memory, prompt = make(), words(20)
+    expected = memory.read(0, prompt)
+    memory.runner.abort()
+    same(expected, memory.read(0, prompt))
+
+
+@pytest.mark.parametrize("kind", REAL[:-1])
+def test_trials_of_steps_and_prompts_leave_nothing(make: Make) -> None:
+    memory, prompt = make(4), words(50)
+    assert isinstance(memory.runner, Llama)
+    expected = memory.read(2, prompt)
+    for rows in (1, 4):
+        memory.runner.try_step(rows)
+    memory.runner.try_prompt(128)
+    same(expected, memory.read(2, prompt))

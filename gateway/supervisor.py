@@ -64,6 +64,8 @@ class Command:
     replica_id: str
     argv: Sequence[str]
     environment: Mapping[str, str]
+    inherits: tuple[int, ...] = ()
+    """File descriptors it is given, under the same numbers."""
 
 
 class Listener(Protocol):
@@ -133,7 +135,10 @@ class Supervisor:
     async def _live(self, command: Command) -> int:
         """Run the process once, from start to end; return its exit code."""
         process = await asyncio.create_subprocess_exec(
-            *command.argv, env=command.environment, stdin=asyncio.subprocess.DEVNULL
+            *command.argv,
+            env=command.environment,
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=command.inherits,
         )
         self._processes[command.replica_id] = process
         self._move(command.replica_id, ProcessState.RUNNING, "")

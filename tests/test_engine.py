@@ -17,7 +17,8 @@ from replica.batch import Batch, Cut, DecodeError
 from replica.blocks import block_hashes
 from replica.engine import CancelAll, Command, Engine, StepResult
 from replica.kv_streams import KvStreams
-from replica.scheduler import Limits, News, Scheduler
+from replica.limits import Limits
+from replica.scheduler import News, Scheduler
 from replica.wire import (
     Cancel,
     Drain,

@@ -1,5 +1,6 @@
 """The `numaserve` command: every subcommand, and the one place where errors become exit codes."""
 
+import errno
 import json
 import logging
 import socket
@@ -140,15 +141,18 @@ def status(*, as_json: bool, **given: object) -> None:
     try:
         response = httpx.get(url, headers=headers, timeout=STATUS_TIMEOUT_S)
         response.raise_for_status()
+        document = response.json()
+        shown = json.dumps(document, indent=2) if as_json else render(document)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         sys.stderr.write(f"numaserve status: {url}: {error}\n")
         sys.exit(EXIT_FAILED)
-    document = response.json()
-    console = Console()
-    if as_json:
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    except (ValueError, LookupError, TypeError):
+        sys.stderr.write(f"numaserve status: {url}: what answers there is not numaserve\n")
+        sys.exit(EXIT_FAILED)
+    if isinstance(shown, str):
+        sys.stdout.write(shown + "\n")
     else:
-        console.print(render(document))
+        Console().print(shown)
     sys.exit(EXIT_OK)
 
 
@@ -172,8 +176,15 @@ def _listen(settings: EdgeSettings) -> socket.socket:
         listener.bind((settings.host, settings.port))
     except OSError as error:
         listener.close()
-        remedy = "stop what uses it or choose another with --port"
+        remedy = (
+            "stop what uses it or choose another with --port"
+            if error.errno in {errno.EADDRINUSE, errno.EACCES}
+            else "--host must be an address of this machine"
+        )
         _refuse(f"--host {settings.host} --port {settings.port}: {error.strerror}; {remedy}")
+    except UnicodeError:
+        listener.close()
+        _refuse(f"--host {settings.host!r} is no name of a host")
     return listener
 
 

@@ -268,8 +268,9 @@ def _assemble(settings: EdgeSettings, site: Site) -> Parts:
     routes = operations.router(
         control,
         metrics,
-        lambda: status(
-            (site.mode, site.mode_reason), control, dispatcher, proxy, supervisor, site.store
+        lambda: (
+            status((site.mode, site.mode_reason), control, dispatcher, proxy, supervisor)
+            | {"kv_store": store_status(site.store)}
         ),
     )
     app = FastAPI(title="numaserve", docs_url="/docs", redoc_url=None)

@@ -139,6 +139,7 @@ class Supervisor:
             env=command.environment,
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=command.inherits,
+            start_new_session=True,  # Ctrl-C is for us alone: we drain before replicas may end
         )
         self._processes[command.replica_id] = process
         self._move(command.replica_id, ProcessState.RUNNING, "")

@@ -147,7 +147,7 @@ class Entries:
         hole = self._first_hole(start[keep], end[keep], need)
         if hole is None:
             return None
-        in_the_way = ~keep & (start < hole + need) & (end > hole)
+        in_the_way = (start < hole + need) & (end > hole)
         return Place(hole, tuple(int(entry) for entry in order[in_the_way]))
 
     def is_sound(self) -> bool:

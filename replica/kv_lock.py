@@ -16,7 +16,7 @@ RETRY_S = 0.0001
 
 def reopen(fd: int) -> int:
     """Open the file behind `fd` once more, for locks of one's own. The caller closes it."""
-    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
 
 
 def try_lock(fd: int, byte: int, *, shared: bool = False) -> bool:

@@ -186,7 +186,7 @@ def _check(fd: int, name: str, budget_bytes: int | None = None) -> None:
 
 
 def _open(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     try:
         fd = os.open(path, flags, 0o600)
     except OSError as error:

@@ -55,8 +55,10 @@ class KvStreams:
     """All streams of one llama.cpp context.
 
     `trimmable` is False for models whose state cannot be cut back (recurrent ones): there a
-    stream is continued only from exactly where it ended. `copies_prefixes` is False for those
-    too, and for sliding windows: a copy lacks what lies outside the window at the source's end.
+    stream is continued only from exactly where it ended, and copied only whole.
+    `copies_prefixes` is False for those too, and for sliding windows: a copy lacks what lies
+    outside the window at the source's end, so it could not be cut back like other streams, and
+    none is made.
     """
 
     def __init__(
@@ -206,8 +208,9 @@ class KvStreams:
         return 0
 
     def _copyable(self, stream: Stream, shared: int) -> int:
-        whole = shared == len(stream.token_ids)
-        return shared if whole or self.copies_prefixes else 0
+        if self.trimmable:
+            return shared if self.copies_prefixes else 0
+        return shared if shared == len(stream.token_ids) else 0
 
     def _worth_saving(self, stream: Stream, keep: int) -> tuple[list[int], list[int]] | None:
         """Return what a stream holds, if cutting it gives up much that no snapshot holds."""

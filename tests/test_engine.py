@@ -157,6 +157,7 @@ samplings = st.one_of(
     st.just(GREEDY),
     st.builds(seeded, st.integers(0, 3)),
     st.just(Sampling(5, temperature=0.8, top_p=0.9, repeat_penalty=1.3, frequency_penalty=0.4)),
+    st.just(Sampling(6, temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0)),
 )
 requests = st.builds(
     lambda prompt, tokens_max, sampling, ignore_eos: Generate(
@@ -256,7 +257,7 @@ def test_each_request_ends_once_and_undamaged_whatever_is_cancelled(
         assert len(tokens) == bench.finished[name].completion_tokens
 
 
-@given(benches(), prompts, st.one_of(st.just(GREEDY), st.builds(seeded, st.integers(0, 9))))
+@given(benches(), prompts, samplings)
 @settings(max_examples=50)
 def test_a_request_resumed_at_any_cut_goes_on_as_if_undisturbed(
     bench: Bench, prompt: list[int], sampling: Sampling

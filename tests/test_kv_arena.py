@@ -16,14 +16,14 @@ def test_a_match_does_not_go_on_behind_a_snapshots_own_hashes() -> None:
     assert (2, [0]) == (count, rows.tolist())
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=500)
 @given(st.data())
 def test_the_youngest_victim_is_as_old_as_can_be(data: st.DataObject) -> None:
     """Compared with a trial of every place, on arenas that are nearly full."""
     pages = data.draw(st.lists(st.sampled_from([-1, 1, 2, 3]), max_size=6))
     ages = data.draw(st.permutations(range(len(pages))))
-    busy = data.draw(st.sets(st.integers(0, 5)))
-    arena = sum(map(abs, pages)) + data.draw(st.integers(0, 2))
+    busy = data.draw(st.sets(st.integers(0, 5), max_size=1))
+    arena = sum(map(abs, pages)) + data.draw(st.sampled_from([0, 0, 1]))
     need = data.draw(st.integers(1, arena + 1))
     table = np.zeros(8, ENTRY)
     at, live = 0, {}

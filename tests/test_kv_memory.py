@@ -57,6 +57,10 @@ def test_a_closed_store_leaves_nothing_behind() -> None:
     assert before == mine()
 
 
+def test_only_who_is_given_the_memory_inherits_it(store: KvStore) -> None:
+    assert not os.get_inheritable(store.fileno())
+
+
 def test_nobody_can_cut_the_memory_short(store: KvStore) -> None:
     """Whoever read behind its end would be killed by SIGBUS."""
     for size in (0, room_for(9)):

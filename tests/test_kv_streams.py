@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replica.blocks import block_hashes
-from replica.kv_streams import KvStreams, Lease
+from replica.kv_streams import COPY_TOKENS, KvStreams, Lease
 from replica.wire import Evicted, KvEvent, Stored
 
 BLOCK = 2
@@ -71,7 +71,7 @@ def test_the_oldest_free_stream_is_the_one_reused() -> None:
     kv = streams(3)
     for prompt in ([1, 1], [2, 2], [3, 3]):
         hold(kv, prompt)
-    hold(kv, [1, 1, 1])
+    assert 0 == hold(kv, [1, 1]), "used again, and as long as the others: only its age differs"
     assert [1, 2, 0] == [acquired(kv, [7]).stream_id for _ in range(3)]
 
 
@@ -126,6 +126,45 @@ def test_a_state_that_cannot_be_cut_back_is_continued_only_from_its_end(
     assert prompt[:cached] == kv.tokens_of(0)
 
 
+def test_a_prefix_in_use_elsewhere_is_copied() -> None:
+    kv = streams(2)
+    kv.append(acquired(kv, [*range(30)]).stream_id, [*range(30)])
+    assert Lease(1, 25, copied_from=0) == acquired(kv, [*range(25), 99])
+    assert [*range(25)] == kv.tokens_of(1)
+    assert [*range(30)] == kv.tokens_of(0)
+
+
+def test_a_prefix_too_short_to_be_worth_a_copy_is_computed() -> None:
+    kv = streams(2)
+    kv.append(acquired(kv, [*range(30)]).stream_id, [*range(30)])
+    assert Lease(1, 0) == acquired(kv, [*range(COPY_TOKENS - 1), 99])
+
+
+def test_a_copy_goes_where_it_destroys_least() -> None:
+    kv = streams(3)
+    busy = acquired(kv, [*range(100)]).stream_id
+    kv.append(busy, [*range(100)])
+    assert 1 == hold(kv, [*range(200, 260)])
+    assert Lease(2, 99, copied_from=0) == acquired(kv, [*range(100)])
+
+
+def test_a_state_that_cannot_be_cut_back_is_copied_only_whole() -> None:
+    kv = streams(2, trimmable=False)
+    kv.append(acquired(kv, [*range(30)]).stream_id, [*range(30)])
+    assert Lease(1, 0) == acquired(kv, [*range(29), 99])
+    kv.release(1)
+    assert Lease(1, 30, copied_from=0) == acquired(kv, [*range(30), 99])
+
+
+def test_streams_with_a_window_are_not_copied() -> None:
+    """What lies outside the window at the source's end is missing in a copy, which is then cut."""
+    kv = KvStreams(2, BLOCK, ROOT, trimmable=True, copies_prefixes=False)
+    kv.append(acquired(kv, [*range(30)]).stream_id, [*range(30)])
+    assert Lease(1, 0) == acquired(kv, [*range(30), 99])
+    kv.release(0)
+    assert Lease(0, 20) == acquired(kv, [*range(20), 99]), "but cut back they are"
+
+
 # What is said of it
 
 
@@ -172,7 +211,10 @@ def test_the_state_shows_in_the_repr() -> None:
     assert "<KvStreams 1/2 leased, 2 tokens>" == repr(kv)
 
 
-prompts = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+prompts = st.one_of(
+    st.lists(st.integers(0, 1), min_size=1, max_size=9),
+    st.integers(1, 30).map(lambda count: [0] * count),
+)
 
 
 @given(st.integers(1, 3), st.booleans(), st.data())
@@ -191,6 +233,9 @@ def test_events_names_and_tokens_agree_whatever_happens(
         assert (lease is None) == (len(leased) == parallel)
         if lease is not None:
             leased.add(lease.stream_id)
+            if lease.copied_from is not None:
+                cells[lease.stream_id] = list(cells[lease.copied_from])
+            assert trimmable or lease.cached_tokens in (0, len(cells[lease.stream_id]))
             del cells[lease.stream_id][lease.cached_tokens :]
             assert prompt[: lease.cached_tokens] == cells[lease.stream_id]
             computed = data.draw(st.integers(lease.cached_tokens, len(prompt)))

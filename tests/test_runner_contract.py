@@ -6,13 +6,14 @@ compared within `ROUNDING`; a wrong token in the cache moves them by far more.
 """
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from replica.batch import Batch, Chunk, Copy, Cut, DecodeError
+from replica.batch import Batch, Chunk, Copy, Cut, DecodeError, Move
 from replica.engine import Engine, StepResult
 from replica.kv_streams import KvStreams
 from replica.limits import Limits
@@ -86,9 +87,14 @@ class Memory:
     runner: FakeRunner | Llama
     parallel: int
 
-    def decode(self, *chunks: Chunk, truncate: list[tuple[int, int]] | None = None) -> list[Row]:
-        for cut in truncate or []:
-            self.runner.move(Cut(*cut))
+    def decode(
+        self,
+        *chunks: Chunk,
+        truncate: list[tuple[int, int]] | None = None,
+        moves: Seq[Move] = (),
+    ) -> list[Row]:
+        for move in [*moves, *(Cut(*cut) for cut in truncate or [])]:
+            assert self.runner.move(move)
         batch = Batch(EnginePhase.PREFILL, list(chunks), [])
         return [row.copy() for row in self.runner.decode(batch)]
 
@@ -537,3 +543,15 @@ def test_a_copy_of_a_sliding_window_is_whole_or_nothing(
     assert llama.trimmable
     assert not llama.copies_prefixes
     llama.close()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind != REAL[2]])
+def test_a_copy_is_cut_back_as_its_source_would_be(make: Make) -> None:
+    """The engine goes on to use it like any other stream; hence none is made of a window's."""
+    memory, prompt = make(2), words(300)
+    expected = memory.read(0, prompt)
+    memory.read(1, words(30, seed=1))
+    memory.decode(chunk([*prompt, 7], 1, start=300), moves=[Copy(0, 1, 300)])
+    if memory.runner.trimmable:
+        same(memory.read(0, prompt[:200]), memory.read(1, prompt[:200], keep=199))
+    same(expected, memory.read(1, prompt))

@@ -9,8 +9,9 @@ from replica.batch import Batch, Copy, Cut
 from replica.kv_streams import KvStreams
 from replica.limits import Limits
 from replica.pace import Pace
-from replica.sampling import Drawn, SamplingError
+from replica.sampling import Drawn, Sampler, SamplingError
 from replica.scheduler import News, Scheduler
+from replica.sequence import Phase, Sequence
 from replica.step_curve import StepCurve
 from replica.wire import (
     TOP_LOGPROBS_MAX,
@@ -325,6 +326,16 @@ def test_the_load_counts_who_runs_and_who_waits() -> None:
     desk.step()
     assert Load(2, 1, 3) == desk.scheduler.load
     assert "<Scheduler 1 waiting, 1 prefilling, 1 decoding>" == repr(desk.scheduler)
+
+
+def test_a_sequence_takes_no_step_that_is_not_in_the_table() -> None:
+    sampler = Sampler(GREEDY, [], ignore_eos=False, prompt=[1], completion=[])
+    sequence = Sequence(request("a", [1]), sampler)
+    with pytest.raises(AssertionError, match="WAITING stream=None 0/1> to DECODE"):
+        sequence.move(Phase.DECODE)
+    sequence.move(Phase.FINISHED)
+    with pytest.raises(AssertionError):
+        sequence.move(Phase.FINISHED)
 
 
 # What is not taken

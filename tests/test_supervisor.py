@@ -134,6 +134,15 @@ async def test_a_replica_runs_as_told(tmp_path: Path) -> None:
     assert "exited with 0" in heard.reasons[1]
 
 
+async def test_ctrl_c_in_the_terminal_does_not_reach_it() -> None:
+    """
+    The terminal signals the whole process group: replicas that then drained by themselves would
+    refuse what the gateway still has to finish.
+    """
+    async with supervised(python(SLEEPS)) as (supervisor, _):
+        assert os.getpgid(await running(supervisor)) != os.getpgid(0)
+
+
 async def test_a_replica_that_ends_is_started_again_with_growing_pauses() -> None:
     async with supervised(python("raise SystemExit(5)")) as (supervisor, heard):
         await eventually(lambda: heard.states.count(ProcessState.RUNNING) == 3, "three starts")

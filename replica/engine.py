@@ -195,7 +195,8 @@ class Engine:
 def _draw(chunk: Chunk, rows: list[NDArray[np.float32]]) -> list[Drawn] | SamplingError:
     """Draw a token, and one more for as long as the one before was guessed right.
 
-    A request whose logits are no numbers fails alone, not with its batch.
+    A request whose logits are no numbers fails alone, not with its batch; and if they are none
+    behind a right guess, with the next one: what was drawn until then is told first.
     """
     sequence = chunk.sequence
     draws: list[Drawn] = []
@@ -207,5 +208,5 @@ def _draw(chunk: Chunk, rows: list[NDArray[np.float32]]) -> list[Drawn] | Sampli
             if drawn.token_id != guess:
                 break
     except SamplingError as error:
-        return error
+        return draws or error
     return draws

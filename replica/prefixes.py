@@ -47,7 +47,9 @@ class Prefixes:
 
     def __init__(self, kv_streams: KvStreams, snapshots: Snapshots | None) -> None:
         self._kv_streams = kv_streams
-        self._snapshots = snapshots
+        # A snapshot of a sliding window, cut back later as other streams are, gave wrong tokens.
+        movable = kv_streams.copies_prefixes or not kv_streams.trimmable
+        self._snapshots = snapshots if movable else None
         self.cached_tokens: Counter[str] = Counter()
         """Prompt tokens that need not be computed, by tier, since they were last taken."""
 
@@ -68,7 +70,7 @@ class Prefixes:
             snapshot = self._snapshots.find(
                 sequence.token_ids,
                 cached + RESTORE_GAIN_TOKENS,
-                whole=not self._kv_streams.copies_prefixes,
+                whole=not self._kv_streams.trimmable,
             )
         tier = "stream"
         if snapshot is not None:

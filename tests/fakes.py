@@ -5,6 +5,7 @@ its logits depend on every token before them, so that a cache used wrongly chang
 """
 
 import math
+import threading
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
 from itertools import pairwise
@@ -12,7 +13,17 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from replica.batch import Batch, Copy, Cut, DecodeError, Move, Restore, Save, SnapshotStore
+from replica.batch import (
+    AbortedError,
+    Batch,
+    Copy,
+    Cut,
+    DecodeError,
+    Move,
+    Restore,
+    Save,
+    SnapshotStore,
+)
 from replica.lookup import DRAFT_MAX
 from replica.sampling import Sampler
 from replica.sequence import Sequence
@@ -75,7 +86,11 @@ class FakeRunner:
         """Of every batch: (stream id, tokens) of its chunks."""
         self.nan_after: tuple[int, ...] | None = None
         """A stream that begins with these tokens has logits that are no numbers."""
-        self.aborted = False
+        self.abort_after: int | None = None
+        """The next batch is aborted after so many of its tokens, wherever that leaves them."""
+        self.aborted = threading.Event()
+        self.copied = 0
+        """Tokens copied so far from one stream to another."""
         self.restores_fail = False
         self.snapshots: SnapshotStore | None = None
         self.padded = 0
@@ -92,7 +107,7 @@ class FakeRunner:
         """Nothing to free; `Llama` has it."""
 
     def abort(self) -> None:
-        self.aborted = True
+        self.aborted.set()
 
     def move(self, move: Move) -> bool:
         match move:
@@ -107,6 +122,7 @@ class FakeRunner:
         return True
 
     def decode(self, batch: Batch) -> list[Row]:
+        self.aborted.clear()
         assert 0 < batch.rows + len(batch.padding) <= self._rows_max
         ids = [_stream_id(chunk.sequence) for chunk in batch.chunks]
         assert all(0 <= stream_id < len(self.cells) for stream_id in ids)
@@ -114,12 +130,16 @@ class FakeRunner:
         for pad in batch.padding:
             assert pad.stream_id not in ids
             assert pad.keep == len(self.cells[pad.stream_id]) < self._room_tokens
+            assert self.trimmable, "a dummy row must be taken back"
         rows: list[Row] = []
         for stream_id, chunk in zip(ids, batch.chunks, strict=True):
             start = chunk.sequence.computed_tokens
             assert start + chunk.rows <= self._room_tokens
+            assert chunk.size > 0
+            assert chunk.completes or not chunk.draft
             tokens = [*chunk.sequence.token_ids[start : start + chunk.size], *chunk.draft]
-            self._extend(stream_id, start, tokens)
+            self._extend(stream_id, start, tokens[: self.abort_after])
+            self._count_down(len(tokens))
             cells = self.cells[stream_id]
             first = len(cells) - chunk.outputs + 1
             rows += [self._logits(cells[:end]) for end in range(first, len(cells) + 1)]
@@ -150,12 +170,21 @@ class FakeRunner:
         self.cells[stream_id] = cells[:keep]
         return True
 
+    def _count_down(self, tokens: int) -> None:
+        if self.abort_after is None:
+            return
+        self.abort_after -= tokens
+        if self.abort_after <= 0:
+            self.abort_after = None
+            raise AbortedError
+
     def _copy(self, source: int, target: int, keep: int) -> None:
         assert source != target
         assert keep <= len(self.cells[source])
         if keep < len(self.cells[source]) and not self.trimmable:
             raise DecodeError(f"the state of stream {source} cannot be cut back to {keep}")
         self.cells[target] = self.cells[source][:keep]
+        self.copied += keep
 
     def _truncate(self, stream_id: int, keep: int) -> None:
         assert 0 <= stream_id < len(self.cells)
@@ -171,7 +200,6 @@ class FakeRunner:
             raise DecodeError(f"stream {stream_id} ends at {len(cells)}, not at {start}")
         if not all(0 <= token_id < self.vocab_tokens for token_id in token_ids):
             raise DecodeError("a token outside the vocabulary")
-        assert token_ids
         cells.extend(token_ids)
 
     def _logits(self, cells: list[int]) -> Row:

@@ -18,7 +18,9 @@ from replica.blocks import block_hashes
 from replica.engine import CancelAll, Command, Engine, StepResult
 from replica.kv_streams import KvStreams
 from replica.limits import Limits
+from replica.pace import Pace
 from replica.scheduler import News, Scheduler
+from replica.step_curve import StepCurve
 from replica.wire import (
     Cancel,
     Drain,
@@ -37,7 +39,8 @@ from tests.fakes import END_TOKEN_ID, GREEDY, VOCAB_TOKENS, FakeRunner, Row, ref
 
 BLOCK_TOKENS = 2
 ROOT = 7
-CONTEXT_TOKENS = 40
+CONTEXT_TOKENS = 96
+SYSTEM = [1 + number % 7 for number in range(70)]
 STEPS_MAX = 5_000
 
 
@@ -52,19 +55,19 @@ class Bench:
         self,
         parallel: int = 2,
         *,
-        batch_tokens_max: int = 8,
-        shared_chunk_tokens_max: int = 4,
+        chunk_tokens_max: tuple[int, int] = (8, 4),
         waiting_max: int = 100,
         trimmable: bool = True,
+        curve: StepCurve | None = None,
     ) -> None:
+        """The longest chunks of a prompt are those alone, and those beside streams."""
+        alone, shared = chunk_tokens_max
         self.runner = FakeRunner(
-            parallel, CONTEXT_TOKENS, batch_tokens_max=batch_tokens_max, trimmable=trimmable
+            parallel, CONTEXT_TOKENS, batch_tokens_max=alone, trimmable=trimmable
         )
         self.kv_streams = KvStreams(parallel, BLOCK_TOKENS, ROOT, trimmable=trimmable)
-        limits = Limits(
-            CONTEXT_TOKENS, VOCAB_TOKENS, batch_tokens_max, shared_chunk_tokens_max, waiting_max
-        )
-        self.scheduler = Scheduler(self.kv_streams, limits, self.runner.end_token_ids)
+        limits = Limits(CONTEXT_TOKENS, VOCAB_TOKENS, alone, shared, waiting_max)
+        self.scheduler = Scheduler(self.kv_streams, limits, self.runner.end_token_ids, Pace(curve))
         self.engine = Engine(self.runner, self.scheduler, self.kv_streams, self.publish)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finished: dict[str, Finished] = {}
@@ -150,6 +153,12 @@ def ending(request: Generate, completion: list[int]) -> FinishReason:
 # Few different tokens, so that prompts share prefixes; some long enough for many chunks.
 prompts = st.one_of(
     st.lists(st.integers(1, 2), min_size=1, max_size=6),
+    # Long enough in common to be copied, or to be waited for.
+    st.builds(
+        lambda shared, own: SYSTEM[:shared] + own,
+        st.integers(20, 70),
+        st.lists(st.integers(1, 3), min_size=1, max_size=5),
+    ),
     st.lists(st.just(1), min_size=1, max_size=CONTEXT_TOKENS - 1),
     st.lists(st.integers(1, 31), min_size=1, max_size=25),
 )
@@ -158,26 +167,40 @@ samplings = st.one_of(
     st.builds(seeded, st.integers(0, 3)),
     st.just(Sampling(5, temperature=0.8, top_p=0.9, repeat_penalty=1.3, frequency_penalty=0.4)),
     st.just(Sampling(6, temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0)),
+    # Texts that repeat themselves: always, or so often that some guesses are right.
+    st.just(Sampling(7, temperature=0.0, logit_bias={1: 100.0})),
+    st.builds(lambda seed: Sampling(seed, logit_bias={1: 4.0, 2: 4.0}), st.integers(0, 9)),
+    st.just(Sampling(8, 0.0, frequency_penalty=1.5, logit_bias={1: 9.0, 2: 9.0})),
 )
 requests = st.builds(
     lambda prompt, tokens_max, sampling, ignore_eos: Generate(
         "", prompt, len(prompt), tokens_max, sampling, ignore_eos
     ),
     prompts,
-    st.integers(1, 8),
+    st.integers(1, 16),
     samplings,
     st.booleans(),
 )
 
 
+# Where more rows cost little, texts are guessed and gaps are filled.
+curves = st.one_of(
+    st.none(),
+    st.just(StepCurve(dict.fromkeys(range(1, 9), 1.0))),
+    st.lists(st.floats(0.1, 2.0), min_size=1, max_size=8).map(
+        lambda costs: StepCurve(dict(enumerate(costs, start=1)))
+    ),
+)
+
+
 @st.composite
-def benches(draw: st.DrawFn) -> Bench:
-    batch_tokens_max = draw(st.integers(1, 12))
+def benches(draw: st.DrawFn, curves: st.SearchStrategy[StepCurve | None] = curves) -> Bench:
+    longest = draw(st.integers(1, 12))
     return Bench(
         draw(st.integers(1, 4)),
-        batch_tokens_max=batch_tokens_max,
-        shared_chunk_tokens_max=draw(st.integers(1, batch_tokens_max)),
+        chunk_tokens_max=(longest, draw(st.integers(1, longest))),
         trimmable=draw(st.booleans()),
+        curve=draw(curves),
     )
 
 
@@ -193,6 +216,7 @@ def named(request: Generate, request_id: str) -> Generate:
 
 
 @given(benches(), st.lists(requests, min_size=1, max_size=8), st.data())
+@settings(max_examples=200)
 def test_company_and_cache_never_change_the_tokens(
     bench: Bench, wanted: list[Generate], data: st.DataObject
 ) -> None:
@@ -215,18 +239,24 @@ def test_company_and_cache_never_change_the_tokens(
     st.lists(
         st.one_of(
             requests,
+            requests,
             st.builds(Cancel, st.integers(0, 12).map(str)),
-            st.none(),
+            st.integers(0, 10),
             st.none(),
         ),
+        min_size=1,
         max_size=30,
     ),
     st.data(),
 )
+@settings(max_examples=200)
 def test_each_request_ends_once_and_undamaged_whatever_is_cancelled(
-    bench: Bench, actions: list[Generate | Cancel | None], data: st.DataObject
+    bench: Bench, actions: list[Generate | Cancel | int | None], data: st.DataObject
 ) -> None:
-    """Cancelled ones leave no trace in the others' tokens, nor in the cache's books."""
+    """
+    Cancelled ones leave no trace in the others' tokens, nor in the cache's books. Nor do batches
+    that llama.cpp gave up: a number is how many tokens of the next one it computes.
+    """
     asked: dict[str, Generate] = {}
     cancelled: set[str] = set()
     pending: list[Command] = []
@@ -235,6 +265,8 @@ def test_each_request_ends_once_and_undamaged_whatever_is_cancelled(
             request = named(action, str(len(asked)))
             asked[request.request_id] = request
             pending.append(request)
+        elif isinstance(action, int):
+            bench.runner.abort_after = action
         elif action is not None:
             pending.append(action)
             if action.request_id in asked:
@@ -280,7 +312,7 @@ def test_a_request_resumed_at_any_cut_goes_on_as_if_undisturbed(
         assert finished.cached_tokens <= len(prompt)
 
 
-@given(benches(), st.lists(requests, min_size=1, max_size=6))
+@given(benches(curves=st.none()), st.lists(requests, min_size=1, max_size=6))
 def test_every_computed_token_is_accounted_for(bench: Bench, wanted: list[Generate]) -> None:
     """`cached_tokens` is exact: prompt and completion minus it are the rows really computed."""
     for number, request in enumerate(wanted):
@@ -385,7 +417,7 @@ def test_a_state_that_cannot_be_cut_is_reused_only_from_its_end() -> None:
 
 
 def test_a_cancelled_prompt_can_be_continued_from_where_it_was() -> None:
-    bench = Bench(parallel=1, batch_tokens_max=4)
+    bench = Bench(parallel=1, chunk_tokens_max=(4, 4))
     prompt = [*range(1, 20)]
     bench.turn(generate("left", prompt))
     bench.turn()
@@ -418,10 +450,11 @@ def test_an_id_is_free_again_in_the_turn_it_was_cancelled() -> None:
 
 def test_a_full_context_ends_with_length() -> None:
     bench = Bench()
-    request = Generate("a", [3] * 38, 38, 100, GREEDY, ignore_eos=True)
+    prompt = [3] * (CONTEXT_TOKENS - 2)
+    request = Generate("a", prompt, len(prompt), 100, GREEDY, ignore_eos=True)
     bench.serve(request)
     assert (alone(request), FinishReason.LENGTH) == bench.answer("a")
-    assert CONTEXT_TOKENS == 38 + len(bench.tokens["a"])
+    assert 2 == len(bench.tokens["a"])
 
 
 def test_without_end_tokens_it_runs_to_its_length() -> None:
@@ -457,6 +490,17 @@ def test_logits_that_stop_being_numbers_fail_a_running_request_alone() -> None:
     assert alone(sound) == bench.tokens["sound"]
 
 
+def test_logits_that_stop_being_numbers_behind_a_right_guess_cost_no_token() -> None:
+    bench = Bench(curve=StepCurve(dict.fromkeys(range(1, 9), 1.0)))
+    repeats = Sampling(1, temperature=0.0, logit_bias={1: 100.0})
+    for tokens in range(8):
+        bench.runner.nan_after = (*[1] * 9, *[1] * tokens, 1)
+        name = str(tokens)
+        bench.serve(Generate(name, [1] * 10, 10, 20, repeats))
+        assert ([1] * tokens, FinishReason.FAILED) == bench.answer(name)
+    assert any(size > 1 for chunks in bench.runner.sizes[20:] for _, size in chunks)
+
+
 # Order
 
 
@@ -480,7 +524,7 @@ def test_after_every_chunk_the_streams_get_their_token(
 
 
 def test_a_short_prompt_is_not_stuck_behind_a_long_one() -> None:
-    bench = Bench(batch_tokens_max=4)
+    bench = Bench(chunk_tokens_max=(4, 4))
     bench.turn(generate("long", [1] * 36, 1), generate("short", [2] * 4, 1))
     bench.run_until_idle()
     assert ["short", "long"] == list(bench.finished)
@@ -523,7 +567,7 @@ def test_nothing_is_published_when_nothing_has_changed() -> None:
 
 
 def test_a_step_tells_its_rows_and_its_seconds() -> None:
-    bench = Bench(batch_tokens_max=4)
+    bench = Bench(chunk_tokens_max=(4, 4))
     bench.serve(generate("a", [1] * 6, 2))
     assert [4, 2, 1] == [result.rows for result in bench.results]
     assert all(result.seconds > 0 for result in bench.results)
@@ -554,7 +598,7 @@ def test_of_a_gateway_that_left_nothing_more_is_said() -> None:
 
 def test_the_engine_says_what_it_is_doing_and_until_when() -> None:
     seen: list[tuple[EnginePhase, bool]] = []
-    bench = Bench(parallel=1, batch_tokens_max=4)
+    bench = Bench(parallel=1, chunk_tokens_max=(4, 4))
     decode = bench.runner.decode
 
     def watched(batch: Batch) -> list[Row]:
@@ -648,6 +692,55 @@ def test_a_batch_that_llama_cpp_refuses_ends_the_loop() -> None:
     running.join()
     assert isinstance(running.error, DecodeError)
     assert ["a"] == list(running.bench.finished)
+
+
+def test_a_prompt_that_is_cancelled_is_not_read_to_its_end() -> None:
+    """Only its own cancel stops the step, which may take seconds on a large model."""
+    running = Running()
+    runner, inside = running.bench.runner, threading.Event()
+    decode = runner.decode
+
+    def held(batch: Batch) -> list[Row]:
+        inside.set()
+        assert runner.aborted.wait(10)
+        runner.abort_after = 3
+        return decode(batch)
+
+    runner.decode = held  # type: ignore[method-assign]
+    running.engine.send(generate("long", [1, 2, 3, 4, 5, 6, 7, 8]))
+    assert inside.wait(10)
+    running.engine.send(Cancel("another"))
+    assert not runner.aborted.is_set()
+    running.engine.send(Cancel("long"))
+    running.until(lambda bench: "long" in bench.finished)
+    assert FinishReason.CANCELLED is running.bench.finished["long"].reason
+    runner.decode = decode  # type: ignore[method-assign]
+    request = generate("again", [1, 2, 3, 4, 9])
+    running.engine.send(request)
+    running.engine.send(Drain())
+    running.join()
+    assert alone(request) == running.bench.tokens["again"]
+    assert 0 == running.bench.finished["again"].cached_tokens
+
+
+def test_a_decode_step_is_not_stopped_by_a_cancel() -> None:
+    """The others would lose their tokens, or wait for them twice."""
+    running = Running()
+    runner, decode = running.bench.runner, running.bench.runner.decode
+    aborted: list[bool] = []
+
+    def watched(batch: Batch) -> list[Row]:
+        if batch.phase is EnginePhase.DECODE and not aborted:
+            running.engine.send(Cancel("a"))
+            aborted.append(runner.aborted.is_set())
+        return decode(batch)
+
+    runner.decode = watched  # type: ignore[method-assign]
+    running.engine.send(generate("a", [1, 2], 20))
+    running.until(lambda bench: "a" in bench.finished)
+    running.engine.send(Drain())
+    running.join()
+    assert [False] == aborted
 
 
 def test_an_engine_whose_listener_fails_ends_too() -> None:

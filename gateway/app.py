@@ -8,7 +8,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from fastapi import FastAPI
 
 from gateway import operations
 from gateway.config import (
+    MIB,
     EdgeSettings,
     GatewaySettings,
     UpSettings,
@@ -38,12 +40,13 @@ from gateway.recorder import Recorder
 from gateway.routing import least_loaded
 from gateway.runtime_dir import runtime_dir
 from gateway.serve import EXIT_FAILED, Shutdown, serve
-from gateway.status import status
+from gateway.status import status, store_status
 from gateway.supervisor import Command, Supervisor
 from replica.binding import move_thread, probe_membind
 from replica.blocks import hash_root
 from replica.config import ModelSettings, arguments, child_environment, read_secret
 from replica.gguf_file import GgufFile, read_gguf
+from replica.kv_store import KvStore
 from replica.memory import MemoryNeed, check_fit, predict_memory
 from replica.placement import PlacementDomain, Plan, numactl_argv, plan
 from replica.topology import Topology, read_topology
@@ -84,6 +87,8 @@ class Site:
     """Name, node and address of each."""
     context_tokens: int
     keys: frozenset[str]
+    store: KvStore | None = None
+    """Where the replicas keep KV snapshots, if they are ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ def machine(settings: UpSettings) -> Machine:
 async def run_up(settings: UpSettings, found: Machine, listener: socket.socket) -> int:
     """Serve with replicas of our own until told to stop; return the exit code."""
     move_thread(found.plan.gateway_cpus)
-    with runtime_dir(runtime_base()) as directory:
+    with runtime_dir(runtime_base()) as directory, _store(settings) as store:
         replicas = tuple(
             (name, domain.nodes[0], Address(f"unix:{directory / name}.sock"))
             for domain in found.domains
@@ -140,10 +145,11 @@ async def run_up(settings: UpSettings, found: Machine, listener: socket.socket) 
             replicas=replicas,
             context_tokens=settings.ctx,
             keys=found.keys,
+            store=store,
         )
         parts = _assemble(settings, site)
         commands = [
-            _command(settings, found, domain, name, address)
+            _command(settings, found, domain, name, address, store)
             for domain, (name, _, address) in zip(found.domains, replicas, strict=True)
         ]
         loops = [parts.supervisor.run(command) for command in commands]
@@ -189,8 +195,23 @@ def _check_memory(topology: Topology, domains: Sequence[PlacementDomain], need: 
         check_fit(need, sum(free[node] for node in nodes) // count, label)
 
 
-def _command(
-    settings: UpSettings, found: Machine, domain: PlacementDomain, name: str, address: Address
+@contextmanager
+def _store(settings: UpSettings) -> Generator[KvStore | None]:
+    """Hold the snapshot store open: memory without a name, gone with its last holder."""
+    if settings.kv_store_mib == 0:
+        yield None
+        return
+    with KvStore.create(settings.kv_store_mib * MIB) as store:
+        yield store
+
+
+def _command(  # noqa: PLR0913, PLR0917  # all that is known when a replica is started
+    settings: UpSettings,
+    found: Machine,
+    domain: PlacementDomain,
+    name: str,
+    address: Address,
+    store: KvStore | None,
 ) -> Command:
     """Say how one replica is started: under numactl, with everything decided for it."""
     wishes: dict[str, object] = {
@@ -203,11 +224,13 @@ def _command(
         "housekeeping_cpus": domain.housekeeping_cpus,
         "degraded": found.degraded or "",
         "parent_pid": os.getpid(),
+        "kv_store_fd": store.fileno() if store else None,
         **{field: getattr(settings, field) for field in ModelSettings.model_fields},
     }
     argv = numactl_argv(domain, bind_memory=found.degraded is None)
     argv += [sys.executable, "-m", "replica", *arguments(wishes)]
-    return Command(name, argv, child_environment())
+    inherits = (store.fileno(),) if store else ()
+    return Command(name, argv, child_environment(), inherits)
 
 
 def _assemble(settings: EdgeSettings, site: Site) -> Parts:
@@ -228,7 +251,7 @@ def _assemble(settings: EdgeSettings, site: Site) -> Parts:
         for name, _, address in site.replicas
     )
     metrics = Metrics()
-    metrics.registry.register(LiveCollector(control, dispatcher, site.mode))
+    metrics.registry.register(LiveCollector(control, dispatcher, site.mode, site.store))
     proxy = Proxy(
         dispatcher,
         {link.replica_id: link for link in links},
@@ -239,12 +262,16 @@ def _assemble(settings: EdgeSettings, site: Site) -> Parts:
         queue_timeout_s=settings.queue_timeout,
     )
     control.wake = proxy.wake
+    control.count_cached = metrics.cached
     control.end_process = supervisor.kill
     edge = _edge(settings, site, vocab, proxy, Recorder(metrics, site.mode.value))
     routes = operations.router(
         control,
         metrics,
-        lambda: status((site.mode, site.mode_reason), control, dispatcher, proxy, supervisor),
+        lambda: (
+            status((site.mode, site.mode_reason), control, dispatcher, proxy, supervisor)
+            | {"kv_store": store_status(site.store)}
+        ),
     )
     app = FastAPI(title="numaserve", docs_url="/docs", redoc_url=None)
     app.include_router(routes)

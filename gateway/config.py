@@ -76,6 +76,10 @@ class EdgeSettings(Settings):
 class UpSettings(ModelSettings, PlacementSettings, EdgeSettings):
     """Everything `numaserve up` takes."""
 
+    kv_store_mib: int = Field(
+        default=1024, ge=0, description="Shared memory for KV snapshots, in MiB; 0 for none."
+    )
+
     mode: Literal["auto", "single", "data-parallel", "span"] = Field(
         default="auto",
         description="single: one replica; data-parallel: one per node; span: one over all nodes.",

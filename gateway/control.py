@@ -7,7 +7,7 @@ when somebody else has to act on it.
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -67,6 +67,8 @@ class Control:
         self._context_tokens = context_tokens
         self.wake: Callable[[], None] = lambda: None
         """Called when something may now be placed."""
+        self.count_cached: Callable[[Mapping[str, int]], None] = lambda _tokens: None
+        """Called with the prompt tokens, by tier, that a replica need not compute."""
         self.end_process: Callable[[str], None] = lambda _replica_id: None
         """Called when a replica has fallen silent."""
         self.draining = False
@@ -116,6 +118,8 @@ class Control:
     def heard(self, replica_id: str, frame: Frame) -> bool:
         replica = self.replicas[replica_id]
         replica.load = frame.load
+        if frame.cached_tokens:
+            self.count_cached(frame.cached_tokens)
         if replica.state is not ReplicaState.READY:
             return True
         if self._prefix_index.apply(replica_id, frame):

@@ -4,7 +4,7 @@ Names are the contract with dashboards; a label never holds anything a client se
 inference on CPUs, where a first token may take minutes and a request an hour.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -17,7 +17,9 @@ from gateway.control import Control, ReplicaState
 from gateway.dispatch import Dispatcher
 from gateway.modes import Mode
 from gateway.routing import REASONS
+from replica.kv_store import KvStore
 
+CACHE_TIERS = ("stream", "copy", "store")
 NO_REPLICA = "none"
 """The `replica` label of requests that never reached one."""
 # fmt: off
@@ -67,11 +69,12 @@ class Metrics:
         )
         self._cached_tokens = Counter(
             "numaserve_prompt_tokens_cached_total",
-            "Prompt tokens taken from a KV cache; tier=stream: from the stream they were left in.",
+            "Prompt tokens not computed: left in their stream, copied from one, or from the store.",
             ["tier"],
             registry=registry,
         )
-        self._cached_tokens.labels("stream")
+        for tier in CACHE_TIERS:
+            self._cached_tokens.labels(tier)
         self._generated = Counter(
             "numaserve_generation_tokens_total", "Tokens generated.", ["replica"], registry=registry
         )
@@ -94,6 +97,11 @@ class Metrics:
     def generated(self, replica_id: str, count: int) -> None:
         self._generated.labels(replica_id).inc(count)
 
+    def cached(self, tokens: Mapping[str, int]) -> None:
+        """Count prompt tokens that a replica need not compute, by tier."""
+        for tier, count in tokens.items():
+            self._cached_tokens.labels(tier).inc(count)
+
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
@@ -102,7 +110,7 @@ class Metrics:
         for _ in range(count):
             self._itl.observe(gap_s / count)
 
-    def ended(  # noqa: PLR0913  # the labels and numbers of one request
+    def ended(  # the labels and numbers of one request
         self,
         *,
         mode: str,
@@ -110,13 +118,11 @@ class Metrics:
         code: int,
         duration_s: float,
         prompt_tokens: int,
-        cached_tokens: int,
     ) -> None:
         self._requests.labels(mode, replica_id or NO_REPLICA, str(code)).inc()
         self._duration.observe(duration_s)
         if replica_id is not None:
             self._prompt_tokens.inc(prompt_tokens)
-            self._cached_tokens.labels("stream").inc(cached_tokens)
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
@@ -125,10 +131,13 @@ class Metrics:
 class LiveCollector(Collector):
     """Reads the control plane's objects at scrape time; never asks a replica."""
 
-    def __init__(self, control: Control, dispatcher: Dispatcher, mode: Mode) -> None:
+    def __init__(
+        self, control: Control, dispatcher: Dispatcher, mode: Mode, store: KvStore | None
+    ) -> None:
         self._control = control
         self._dispatcher = dispatcher
         self._mode = mode
+        self._store = store
 
     def collect(self) -> Iterable[Metric]:
         yield GaugeMetricFamily(
@@ -140,6 +149,9 @@ class LiveCollector(Collector):
         for each in Mode:
             mode.add_metric([each.value], float(each is self._mode))
         yield mode
+        if self._store is not None:
+            used = self._store.stats().bytes_used
+            yield GaugeMetricFamily("numaserve_kv_store_bytes", "Held by snapshots.", value=used)
         yield from self._per_replica()
 
     def _per_replica(self) -> Iterable[Metric]:

@@ -28,7 +28,6 @@ class Recorder:
             code=record.code,
             duration_s=record.duration_s,
             prompt_tokens=record.prompt_tokens,
-            cached_tokens=record.cached_tokens,
         )
         access_log.info(
             "request",

@@ -11,6 +11,7 @@ from gateway.dispatch import Dispatcher
 from gateway.modes import Mode
 from gateway.proxy import Proxy
 from gateway.supervisor import Supervisor
+from replica.kv_store import KvStore
 from replica.topology import format_cpu_list
 
 STATE_STYLES = {"ready": "green", "starting": "yellow", "refused": "red", "failed": "red"}
@@ -37,8 +38,20 @@ def status(
             _replica(replica, dispatcher, supervisor.pid(name), supervisor.restarts.get(name, 0))
             for name, replica in control.replicas.items()
         ],
-        "kv_store": None,
         "power": None,
+    }
+
+
+def store_status(store: KvStore | None) -> dict[str, Any] | None:
+    """Return the part of the document that tells of the snapshot store."""
+    if store is None:
+        return None
+    stats = store.stats()
+    return {
+        "bytes": stats.bytes_used,
+        "budget_bytes": stats.budget_bytes,
+        "snapshots": stats.snapshots,
+        "evictions": stats.evictions,
     }
 
 

@@ -64,6 +64,8 @@ class Command:
     replica_id: str
     argv: Sequence[str]
     environment: Mapping[str, str]
+    inherits: tuple[int, ...] = ()
+    """File descriptors it is given, under the same numbers."""
 
 
 class Listener(Protocol):
@@ -136,6 +138,7 @@ class Supervisor:
             *command.argv,
             env=command.environment,
             stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=command.inherits,
             start_new_session=True,  # Ctrl-C is for us alone: we drain before replicas may end
         )
         self._processes[command.replica_id] = process

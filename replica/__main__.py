@@ -21,13 +21,15 @@ from replica.blocks import BLOCK_TOKENS, hash_root
 from replica.config import ConfigError, ReplicaSettings, load, options, read_secret
 from replica.engine import Engine, StepResult
 from replica.gguf_file import ModelFileError, read_gguf
+from replica.kv_store import KvStore
 from replica.kv_streams import KvStreams
+from replica.limits import Limits
 from replica.llama import Llama, LlamaOptions, ModelLoadError
 from replica.logs import configure
 from replica.measure import measure
-from replica.pace import Pace
-from replica.scheduler import Limits, Scheduler
+from replica.scheduler import Scheduler
 from replica.server import ListenError, ReplicaServer
+from replica.snapshots import ReplicaSnapshots
 from replica.wire import Drain, Facts
 
 log = logging.getLogger("replica")
@@ -162,19 +164,20 @@ def _build(
     fingerprint = settings.fingerprint or read_gguf(settings.model).fingerprint
     cpus = sorted(os.sched_getaffinity(0))
     threads = len(cpus)
-    llama = Llama(
-        LlamaOptions(
-            path=settings.model,
-            context_tokens=settings.ctx,
-            parallel=settings.parallel,
-            threads=threads,
-            kv_type=settings.kv_type,
-        )
+    root = hash_root(fingerprint)
+    snapshots = _snapshots(settings, fingerprint, root)
+    options = LlamaOptions(
+        path=settings.model,
+        context_tokens=settings.ctx,
+        parallel=settings.parallel,
+        threads=threads,
+        kv_type=settings.kv_type,
     )
+    llama = Llama(options, snapshots)
     kv_streams = KvStreams(
         settings.parallel,
         BLOCK_TOKENS,
-        hash_root(fingerprint),
+        root,
         trimmable=llama.trimmable,
         copies_prefixes=llama.copies_prefixes,
     )
@@ -187,13 +190,20 @@ def _build(
         gap_max_s=None if settings.max_itl_ms is None else settings.max_itl_ms / 1000,
         guess=settings.speculation == "auto",
     )
-    pace = Pace()
-    curve = None
+    pace = None
     if llama.trimmable:  # otherwise nothing can be padded or guessed
-        curve = measure(llama.try_step, llama.try_prompt, settings.parallel, pace)
-    scheduler = Scheduler(kv_streams, limits, llama.end_token_ids, curve, pace)
+        pace = measure(llama.try_step, llama.try_prompt, settings.parallel)
+    scheduler = Scheduler(kv_streams, limits, llama.end_token_ids, pace, snapshots)
     engine = Engine(llama, scheduler, kv_streams, publish)
     return llama, engine, _facts(settings, fingerprint, cpus, threads)
+
+
+def _snapshots(settings: ReplicaSettings, fingerprint: str, root: int) -> ReplicaSnapshots | None:
+    """Join the store, if there is one. Its states fit contexts made like ours alone."""
+    if settings.kv_store_fd is None:
+        return None
+    namespace = hash_root(fingerprint, settings.kv_type, str(settings.parallel))
+    return ReplicaSnapshots(KvStore.attach(settings.kv_store_fd), namespace, root, BLOCK_TOKENS)
 
 
 def _facts(settings: ReplicaSettings, fingerprint: str, cpus: list[int], threads: int) -> Facts:

@@ -1,5 +1,7 @@
 """One llama_decode call as a value, and what the engine expects of whoever computes it."""
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,7 +29,25 @@ class Copy:
     keep: int
 
 
-Move = Cut | Copy
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Make a stream hold the first tokens of a snapshot, whatever it held before."""
+
+    stream_id: int
+    snapshot: NDArray[np.uint8]
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Put what a stream holds into the store, if that is not there yet."""
+
+    stream_id: int
+    token_ids: list[int]
+    blocks: list[int]
+
+
+Move = Cut | Copy | Restore | Save
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +81,7 @@ class Batch:
     phase: EnginePhase
     chunks: list[Chunk]
     moves: list[Move]
-    """To be made in order before anything is decoded."""
+    """To be made in order before it is decoded."""
     padding: tuple[Cut, ...] = ()
     """Streams that get a dummy row behind what they keep, and lose it again afterwards."""
 
@@ -84,11 +104,30 @@ class AbortedError(Exception):
     """A batch was given up on demand; what its streams hold now is to be cut back."""
 
 
+class SnapshotStore(Protocol):
+    """Where a stream's state may be put."""
+
+    def put(
+        self,
+        token_ids: Seq[int],
+        blocks: Seq[int],
+        size: int,
+        write: Callable[[memoryview], int],
+    ) -> bool: ...
+
+
 class Runner(Protocol):
     """Anything that computes a batch: llama.cpp, or a fake that refuses what it refuses."""
 
+    def move(self, move: Move) -> bool:
+        """Change what streams hold; False when a snapshot could not be restored.
+
+        The stream is empty then. Raises `DecodeError` when a stream cannot be cut or copied.
+        """
+        ...
+
     def decode(self, batch: Batch) -> list[NDArray[np.float32]]:
-        """Move, compute, and return rows of logits: `outputs` of each of `batch.sampled`.
+        """Compute, and return rows of logits: `outputs` of each of `batch.sampled`.
 
         A row has one float per vocabulary entry; it may be changed, and is valid until the next
         call. Raises `DecodeError` when the KV cache can no longer be trusted, `AbortedError`

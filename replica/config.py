@@ -114,6 +114,9 @@ class ReplicaSettings(ModelSettings):
     secret_file: Path | None = Field(
         default=None, description="File with the secret a gateway must show; needed with tcp:."
     )
+    kv_store_fd: int | None = Field(
+        default=None, description="Inherited descriptor of the store for KV snapshots."
+    )
     parent_pid: int | None = Field(
         default=None, description="Die with this process: the supervisor that started the replica."
     )

@@ -4,19 +4,22 @@ Others send it commands and read its `progress`; it publishes what each step cha
 socket and no event loop.
 """
 
+import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 import numpy as np
 from numpy.typing import NDArray
 
-from replica.batch import AbortedError, Batch, Chunk, Runner
+from replica.batch import AbortedError, Batch, Chunk, Move, Restore, Runner, Save
 from replica.kv_streams import KvStreams
 from replica.sampling import Drawn, SamplingError
 from replica.scheduler import News, Scheduler
 from replica.wire import Cancel, Drain, EnginePhase, Generate, KvEvent, Load
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class StepResult:
     seconds: float
     audience: int
     """Whom the news is for: the number in the last `CancelAll`, 0 before the first."""
+    cached_tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt tokens that need not be computed, by tier."""
 
 
 class Engine:
@@ -112,13 +117,32 @@ class Engine:
         """Compute one batch and publish it together with what the commands produced."""
         batch = self._scheduler.schedule()
         rows, seconds = 0, 0.0
-        if batch is not None:
+        if batch is not None and self._make(batch.moves):
             rows, seconds = batch.rows, self._compute(batch, news)
         events = self._kv_streams.take_events()
         load = self._scheduler.load
         if rows or events or news.outputs or news.finished or load != self._load_told:
             self._load_told = load
-            self._publish(StepResult(news, events, load, rows, seconds, self._audience))
+            cached = self._scheduler.prefixes.take_cached_tokens()
+            self._publish(StepResult(news, events, load, rows, seconds, self._audience, cached))
+
+    def _make(self, moves: list[Move]) -> bool:
+        """Make all moves; False when what was planned on top of them no longer holds."""
+        sound = True
+        for move in moves:
+            if isinstance(move, Save):
+                self._save(move)
+            elif not self._runner.move(move):
+                assert isinstance(move, Restore)
+                log.warning("a snapshot of %d tokens could not be restored", move.keep)
+                self._scheduler.restore_failed(move)
+                sound = False
+        return sound
+
+    def _save(self, save: Save) -> None:
+        started = time.monotonic()
+        if self._runner.move(save):
+            self._scheduler.pace.observe_save(time.monotonic() - started)
 
     def _compute(self, batch: Batch, news: News) -> float:
         """Decode, draw and commit a batch; return the seconds it took."""
@@ -156,6 +180,8 @@ class Engine:
     def _take_commands(self) -> list[Command]:
         """Take every waiting command, sleeping for the first one only when there is no work."""
         commands: list[Command] = []
+        while self._scheduler.idle and self._inbox.empty() and (save := self._scheduler.rest()):
+            self._save(save)
         if self._scheduler.idle:
             self.progress = Progress(EnginePhase.IDLE, 0.0)
             commands.append(self._inbox.get())

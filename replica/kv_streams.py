@@ -17,6 +17,9 @@ COPY_TOKENS = 16
 """What copying a stream is thought to cost, in tokens computed instead. Measured, it costs less
 than one (512 tokens of a 0.5B model: 1.5 ms there and back, against 1.5 s to compute them); the
 rest is for the chance that the stream copied from is continued in place anyhow."""
+SAVE_TOKENS_MIN = 64
+"""Fewer tokens are computed again rather than looked up: their snapshot would only crowd out
+longer ones."""
 RETURN_PROBABILITY = 0.1
 """How likely a cached token is thought to be asked for again: what overwriting it costs, in
 tokens computed now. It keeps a prompt that shares only a template's opening words with a long
@@ -32,6 +35,8 @@ class Stream:
     blocks: list[int] = field(default_factory=list)
     leased: bool = False
     used_at: int = 0
+    saved_tokens: int = 0
+    """How many of its tokens are in a snapshot that was made of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,8 @@ class Lease:
     cached_tokens: int
     copied_from: int | None = None
     """The stream that holds them, when it is another one: they must be copied first."""
+    lost: tuple[list[int], list[int]] | None = None
+    """Tokens and blocks the stream held before, when more than a little of that is given up."""
 
 
 class KvStreams:
@@ -112,9 +119,40 @@ class KvStreams:
         keep = shared[stream.stream_id]
         stream.leased = True
         if stream is source or in_place(stream) >= by_copy(stream):
+            lost = self._worth_saving(stream, keep)
             self._truncate(stream, keep)
-            return Lease(stream.stream_id, keep)
-        return self._copy(source, stream, copyable[source.stream_id])
+            return Lease(stream.stream_id, keep, lost=lost)
+        lost = self._worth_saving(stream, 0)
+        keep = copyable[source.stream_id]
+        self._copy(source, stream, keep)
+        return Lease(stream.stream_id, keep, source.stream_id, lost)
+
+    def restored(self, stream_id: int, token_ids: Sequence[int]) -> None:
+        """Record that a leased stream holds just these tokens, from a snapshot."""
+        stream = self._streams[stream_id]
+        assert stream.leased
+        self._truncate(stream, 0)
+        stream.saved_tokens = len(token_ids)
+        self.append(stream_id, token_ids)
+
+    def emptied(self, stream_id: int) -> None:
+        """Record that a stream holds nothing any more."""
+        self._truncate(self._streams[stream_id], 0)
+
+    def unsaved(self) -> int | None:
+        """Return the stream, of those that rest, whose snapshot is most worth making."""
+        resting = [
+            stream
+            for stream in self._streams
+            if not stream.leased and len(stream.token_ids) - stream.saved_tokens >= SAVE_TOKENS_MIN
+        ]
+        return max(resting, key=lambda s: s.used_at).stream_id if resting else None
+
+    def saved(self, stream_id: int) -> tuple[list[int], list[int]]:
+        """Record that a snapshot is made of a stream; return its tokens and blocks."""
+        stream = self._streams[stream_id]
+        stream.saved_tokens = len(stream.token_ids)
+        return list(stream.token_ids), list(stream.blocks)
 
     def reusable(self, token_ids: Sequence[int]) -> int:
         """Return how many of these tokens some stream holds."""
@@ -174,16 +212,24 @@ class KvStreams:
             return shared if self.copies_prefixes else 0
         return shared if shared == len(stream.token_ids) else 0
 
-    def _copy(self, source: Stream, target: Stream, keep: int) -> Lease:
+    def _worth_saving(self, stream: Stream, keep: int) -> tuple[list[int], list[int]] | None:
+        """Return what a stream holds, if cutting it gives up much that no snapshot holds."""
+        unsaved = len(stream.token_ids) - max(keep, stream.saved_tokens)
+        if unsaved < SAVE_TOKENS_MIN:
+            return None
+        return list(stream.token_ids), list(stream.blocks)
+
+    def _copy(self, source: Stream, target: Stream, keep: int) -> None:
         self._truncate(target, 0)
         target.token_ids = source.token_ids[:keep]
         target.blocks = source.blocks[: keep // self._block_tokens]
+        target.saved_tokens = min(keep, source.saved_tokens)
         self._hold(target.blocks)
-        return Lease(target.stream_id, keep, copied_from=source.stream_id)
 
     def _truncate(self, stream: Stream, keep: int) -> None:
         whole_blocks = keep // self._block_tokens
         del stream.token_ids[keep:]
+        stream.saved_tokens = min(keep, stream.saved_tokens)
         gone = stream.blocks[whole_blocks:]
         del stream.blocks[whole_blocks:]
         self._drop(gone)

@@ -17,7 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from replica.batch import AbortedError, Batch, Chunk, Copy, Cut, DecodeError
+from replica.batch import (
+    AbortedError,
+    Batch,
+    Chunk,
+    Copy,
+    Cut,
+    DecodeError,
+    Move,
+    Restore,
+    Save,
+    SnapshotStore,
+)
 from replica.ggml import open_library
 from replica.lookup import DRAFT_MAX
 
@@ -53,9 +64,10 @@ class LlamaOptions:
 class Llama:
     """A loaded model with one KV stream per sequence; a `replica.batch.Runner`."""
 
-    def __init__(self, options: LlamaOptions) -> None:
+    def __init__(self, options: LlamaOptions, store: SnapshotStore | None = None) -> None:
         assert 0 < options.parallel <= STREAMS_MAX
         self._llama = llama = open_library()
+        self._store = store
         self._parallel = options.parallel
         self.batch_tokens_max = options.batch_tokens_max
         self._batch_rows_max = max(options.batch_tokens_max, options.parallel)
@@ -89,14 +101,21 @@ class Llama:
         """Make the running decode give up. llama.cpp asks `strlen(flag)` between two operations."""
         self._abort_flag[0] = b"\x01"
 
+    def move(self, move: Move) -> bool:
+        """Change what streams hold; see `replica.batch.Runner`. A `Save` goes to the store."""
+        match move:
+            case Cut(stream_id, keep):
+                self._truncate(stream_id, keep)
+            case Copy(source, target, keep):
+                self._copy(source, target, keep)
+            case Restore(stream_id, snapshot, keep):
+                return self._restore(stream_id, snapshot, keep)
+            case Save():
+                return self._store is not None and self._save(move, self._store)
+        return True
+
     def decode(self, batch: Batch) -> list[NDArray[np.float32]]:
         """Compute a batch; see `replica.batch.Runner`. Rows are views into llama.cpp's memory."""
-        for move in batch.moves:
-            match move:
-                case Cut(stream_id, keep):
-                    self._truncate(stream_id, keep)
-                case Copy(source, target, keep):
-                    self._copy(source, target, keep)
         count, outputs = self._fill(batch)
         try:
             self._decode_rows(count)
@@ -143,23 +162,56 @@ class Llama:
 
     def _copy(self, source: int, target: int, keep: int) -> None:
         """Copy a stream's first tokens by its serialised state: `seq_cp` takes whole streams."""
-        assert 0 <= source < self._parallel
-        assert 0 <= target < self._parallel
-        llama, context = self._llama, self._context
-        size = int(llama.llama_state_seq_get_size_ext(context, source, 0))
+        size = self._state_bytes(source)
         if size > self._scratch.nbytes:
             self._scratch = np.empty(size, np.uint8)
-        buffer = _pointer(self._scratch, ctypes.c_uint8)
-        self._truncate(target, 0)
-        written = int(llama.llama_state_seq_get_data_ext(context, buffer, size, source, 0))
-        read = int(llama.llama_state_seq_set_data_ext(context, buffer, written, target, 0))
-        if read != written or written == 0:
+        snapshot = self._scratch[: self._export(source, self._scratch[:size])]
+        if not self._restore(target, snapshot, keep):
             raise DecodeError(f"stream {source} could not be copied to {target}")
-        self._truncate(target, keep)
+
+    def _save(self, save: Save, store: SnapshotStore) -> bool:
+        size = self._state_bytes(save.stream_id)
+
+        def write(room: memoryview) -> int:
+            return self._export(save.stream_id, np.frombuffer(room, np.uint8))
+
+        return store.put(save.token_ids, save.blocks, size, write)
+
+    def _state_bytes(self, stream_id: int) -> int:
+        assert 0 <= stream_id < self._parallel
+        return int(self._llama.llama_state_seq_get_size_ext(self._context, stream_id, 0))
+
+    def _export(self, stream_id: int, room: NDArray[np.uint8]) -> int:
+        """Write a stream's state into `room`; return its bytes, 0 when it does not fit."""
+        buffer = _pointer(room, ctypes.c_uint8)
+        return int(
+            self._llama.llama_state_seq_get_data_ext(
+                self._context, buffer, room.nbytes, stream_id, 0
+            )
+        )
+
+    def _restore(self, stream_id: int, snapshot: NDArray[np.uint8], keep: int) -> bool:
+        """Replace a stream's state; on failure it is empty."""
+        self._truncate(stream_id, 0)
+        buffer = _pointer(snapshot, ctypes.c_uint8)
+        read = int(
+            self._llama.llama_state_seq_set_data_ext(
+                self._context, buffer, snapshot.nbytes, stream_id, 0
+            )
+        )
+        if read != snapshot.nbytes or self._held(stream_id) < keep:
+            self._truncate(stream_id, 0)
+            return False
+        self._truncate(stream_id, keep)
+        return True
+
+    def _held(self, stream_id: int) -> int:
+        """Return how many tokens a stream holds."""
+        assert 0 <= stream_id < self._parallel
+        return int(self._llama.llama_memory_seq_pos_max(self._memory, stream_id)) + 1
 
     def _truncate(self, stream_id: int, keep: int) -> None:
-        assert 0 <= stream_id < self._parallel
-        held = int(self._llama.llama_memory_seq_pos_max(self._memory, stream_id)) + 1
+        held = self._held(stream_id)
         assert 0 <= keep <= held, f"stream {stream_id} holds {held} tokens, {keep} were expected"
         if keep == held:
             return

@@ -30,10 +30,9 @@ def measure(
     step: Callable[[int], None],
     prompt: Callable[[int], None],
     most: int,
-    pace: Pace,
     clock: Callable[[], float] = time.monotonic,
-) -> StepCurve:
-    """Time steps of up to `most` rows and a chunk of a prompt; fill in `pace`.
+) -> Pace:
+    """Time steps of up to `most` rows, and a chunk of a prompt.
 
     Rounds go over all row counts, so that a disturbance does not hit one of them alone. The first
     round is not cut short by the budget: without it there is no curve.
@@ -48,12 +47,13 @@ def measure(
         if clock() - started > BUDGET_S:
             break
     prompt_s = _timed(prompt, PROMPT_TOKENS, clock)
-    pace.observe(EnginePhase.PREFILL, PROMPT_TOKENS, prompt_s)
     curve = StepCurve({rows: median(times) for rows, times in seconds.items()})
+    pace = Pace(curve)
+    pace.observe(EnginePhase.PREFILL, PROMPT_TOKENS, prompt_s)
     for rows in counts:
         pace.observe(EnginePhase.DECODE, rows, curve.cost_s(rows))
     log.info("a step costs, in ms by rows: %s", curve)
-    return curve
+    return pace
 
 
 def _timed(work: Callable[[int], None], size: int, clock: Callable[[], float]) -> float:

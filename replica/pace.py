@@ -1,5 +1,6 @@
 """How long steps take, learned from the steps themselves. Pure: the caller brings the times."""
 
+from replica.step_curve import StepCurve
 from replica.wire import EnginePhase
 
 SMOOTHING = 0.2
@@ -14,9 +15,16 @@ CHUNK_STEP_TOKENS = 16
 class Pace:
     """Expected duration of a step by its phase and rows, in seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, curve: StepCurve | None = None) -> None:
+        """`curve`, where one was measured, is what a step costs by its rows when nothing else runs.
+
+        It is not learned any further: it says which rows are cheap, not how fast they are today.
+        """
+        self.curve = curve
         self._decode_s: dict[int, float] = {}
         self._prefill_row_s: float | None = None
+        self.save_s = 0.0
+        """What making a snapshot has lately taken."""
 
     def observe(self, phase: EnginePhase, rows: int, seconds: float) -> None:
         assert rows > 0
@@ -24,6 +32,9 @@ class Pace:
             self._decode_s[rows] = _mean(self._decode_s.get(rows), seconds)
         else:
             self._prefill_row_s = _mean(self._prefill_row_s, seconds / rows)
+
+    def observe_save(self, seconds: float) -> None:
+        self.save_s = _mean(self.save_s or None, seconds)
 
     def expect(self, phase: EnginePhase, rows: int) -> float:
         """Return the best guess; 0 when nothing comparable has been seen."""

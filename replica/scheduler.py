@@ -7,53 +7,19 @@ passes anyhow, and apart they can be ordered: tokens of running streams come fir
 turns with them and with each other.
 """
 
-import math
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import takewhile
 
-from replica.batch import Batch, Chunk, Copy, Cut, Move
-from replica.kv_streams import KvStreams, shared_tokens
-from replica.lookup import DRAFT_MAX
+from replica.batch import Batch, Chunk, Cut, Move, Restore, Save
+from replica.kv_streams import KvStreams
+from replica.limits import Limits, objection
 from replica.pace import Pace
+from replica.prefixes import Prefixes, Snapshots
 from replica.sampling import Drawn, Sampler, SamplingError
 from replica.sequence import Phase, Sequence
-from replica.step_curve import StepCurve
-from replica.wire import (
-    TOP_LOGPROBS_MAX,
-    EnginePhase,
-    Finished,
-    FinishReason,
-    Generate,
-    Load,
-    Output,
-    Sampling,
-)
-
-WAIT_GAIN_TOKENS = 32
-"""A prompt waits for another that is being read if that saves it more than this many tokens."""
-LOGIT_MAX = 1e30
-"""No sensible bias or penalty exceeds it, and float32 still has room to add and multiply."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the model and the configuration allow."""
-
-    context_tokens: int
-    """Prompt and completion of one sequence together."""
-    vocab_tokens: int
-    batch_tokens_max: int
-    """The longest chunk of a prompt, when nobody else is decoding."""
-    shared_chunk_tokens_max: int
-    """A chunk of a prompt while streams are decoding, until the pace of both is known."""
-    waiting_max: int
-    """Requests beyond the streams; the gateway keeps the real queue."""
-    gap_max_s: float | None = None
-    """Between two tokens of a stream while prompts are read; None: in proportion to a step."""
-    guess: bool = True
-    """Whether tokens may be guessed ahead, where that pays."""
+from replica.step_rows import draft, padding
+from replica.wire import EnginePhase, Finished, FinishReason, Generate, Load, Output
 
 
 @dataclass(slots=True)
@@ -72,13 +38,12 @@ class Scheduler:
         kv_streams: KvStreams,
         limits: Limits,
         end_token_ids: Seq[int],
-        curve: StepCurve | None = None,
         pace: Pace | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
-        """Without a `curve`, the cost of a step by its rows, none is padded and none guesses."""
         assert 0 < limits.shared_chunk_tokens_max <= limits.batch_tokens_max
         self.pace = pace or Pace()
-        self._curve = curve
+        self.prefixes = Prefixes(kv_streams, snapshots)
         self._kv_streams = kv_streams
         self._limits = limits
         self._end_token_ids = frozenset(end_token_ids)
@@ -117,8 +82,8 @@ class Scheduler:
         if sequence := self._find(request.request_id):
             why = f"request id {request.request_id} was used twice"
             return self._finish(sequence, FinishReason.FAILED, why)
-        if objection := self._objection(request):
-            return _rejected(request, FinishReason.FAILED, objection)
+        if error := objection(request, self._limits):
+            return _rejected(request, FinishReason.FAILED, error)
         if refusal := self._refusal():
             return _rejected(request, FinishReason.REFUSED, refusal)
         prompt = request.token_ids[: request.prompt_tokens]
@@ -160,9 +125,7 @@ class Scheduler:
         self._prompt_is_next = True
         if not self._decoding:
             return None
-        self._decoding.sort(key=_stream_id)
-        chunks = [Chunk(sequence, 1, self._draft(sequence)) for sequence in self._decoding]
-        return Batch(EnginePhase.DECODE, chunks, self._take_moves(), self._padding(chunks))
+        return self._decode(sorted(self._decoding, key=_stream_id))
 
     def commit(self, batch: Batch, drawn: Seq[Seq[Drawn] | SamplingError]) -> News:
         """Fold the tokens drawn from a batch back in, in the order of `batch.sampled`.
@@ -197,19 +160,13 @@ class Scheduler:
             sequence.computed_tokens = self._kv_streams.holding(sequence.stream_id)
             sequence.cached_tokens = min(sequence.cached_tokens, sequence.computed_tokens)
 
-    def _objection(self, request: Generate) -> str | None:
-        """Return why the request cannot be served; these are faults of whoever sent it."""
-        limits = self._limits
-        tokens = len(request.token_ids)
-        if not 0 < request.prompt_tokens <= tokens:
-            return f"prompt_tokens is {request.prompt_tokens} of {tokens} tokens"
-        if tokens >= limits.context_tokens:
-            return f"{tokens} tokens leave no room in a context of {limits.context_tokens}"
-        if tokens - request.prompt_tokens >= request.tokens_max:
-            return f"tokens_max is {request.tokens_max}, and no token is left to produce"
-        if min(request.token_ids) < 0 or max(request.token_ids) >= limits.vocab_tokens:
-            return f"a token id lies outside the vocabulary of {limits.vocab_tokens}"
-        return _sampling_objection(request.sampling, limits.vocab_tokens)
+    def rest(self) -> Save | None:
+        """Return what is worth saving while there is nothing else to do."""
+        return self.prefixes.rest() if self.idle else None
+
+    def restore_failed(self, restore: Restore) -> None:
+        """Read the prompt after all: its snapshot was none."""
+        self.prefixes.restore_failed(restore, self._prefilling)
 
     def _refusal(self) -> str | None:
         """Return why nothing is taken that another replica may well serve."""
@@ -224,34 +181,34 @@ class Scheduler:
         for sequence in list(self._waiting):
             if self._kv_streams.free == 0:
                 return
-            if self._gains_by_waiting(sequence):
+            if self.prefixes.gains_by_waiting(sequence, self._prefilling):
                 continue
-            lease = self._kv_streams.acquire(sequence.token_ids)
-            assert lease is not None
+            moves = self.prefixes.lease(sequence, may_save=self._may_save())
+            assert moves is not None
+            self._moves += moves
             self._waiting.remove(sequence)
             sequence.move(Phase.PREFILL)
-            sequence.stream_id = lease.stream_id
-            sequence.computed_tokens = lease.cached_tokens
-            sequence.cached_tokens = min(lease.cached_tokens, sequence.request.prompt_tokens)
             self._prefilling.append(sequence)
-            if lease.copied_from is not None:
-                self._moves.append(Copy(lease.copied_from, lease.stream_id, lease.cached_tokens))
-            else:
-                self._moves.append(Cut(lease.stream_id, lease.cached_tokens))
 
-    def _gains_by_waiting(self, sequence: Sequence) -> bool:
-        """Whether a prompt being read begins as this one does: it can be copied when it is."""
-        if not self._prefilling or not self._kv_streams.copies_prefixes:
-            return False
-        longest = len(sequence.token_ids) - 1
-        soon = max(shared_tokens(p.token_ids, sequence.token_ids) for p in self._prefilling)
-        soon = min(soon, longest)
-        if soon <= WAIT_GAIN_TOKENS:
-            return False
-        gain = soon - self._kv_streams.reusable(sequence.token_ids)
-        # Who has begun to wait does so to the end, or the last tokens were computed by everybody.
-        sequence.awaits_prefix = gain > (0 if sequence.awaits_prefix else WAIT_GAIN_TOKENS)
-        return sequence.awaits_prefix
+    def _may_save(self) -> bool:
+        """Whether a snapshot now costs no running stream more than a decode step."""
+        if not self._decoding:
+            return True
+        return self.pace.save_s <= self.pace.expect(EnginePhase.DECODE, len(self._decoding))
+
+    def _decode(self, sequences: list[Sequence]) -> Batch:
+        """Describe a step; guesses only for one stream, or unequal rows would take extra passes."""
+        curve, trimmable = self.pace.curve, self._kv_streams.trimmable
+        guess: tuple[int, ...] = ()
+        dummies: tuple[Cut, ...] = ()
+        if curve is not None and trimmable:
+            if len(sequences) == 1 and self._limits.guess:
+                guess = draft(sequences[0], curve, self._limits, self._end_token_ids)
+            if not guess:
+                active = [_stream_id(sequence) for sequence in sequences]
+                dummies = padding(active, self._kv_streams, curve, self._limits.context_tokens)
+        chunks = [Chunk(sequence, 1, guess) for sequence in sequences]
+        return Batch(EnginePhase.DECODE, chunks, self._take_moves(), dummies)
 
     def _prefill(self) -> Batch:
         sequence = self._prefilling[0]
@@ -263,33 +220,6 @@ class Scheduler:
             longest = min(longest, fitting or limits.shared_chunk_tokens_max)
         chunk = Chunk(sequence, min(sequence.pending_tokens, longest))
         return Batch(EnginePhase.PREFILL, [chunk], self._take_moves())
-
-    def _draft(self, sequence: Sequence) -> tuple[int, ...]:
-        """Guess what follows, where a step with the guesses makes tokens cheaper."""
-        if self._curve is None or not self._limits.guess or not self._kv_streams.trimmable:
-            return ()
-        if len(self._decoding) > 1:
-            return ()  # rows of unequal length take passes of their own
-        room = self._limits.context_tokens - len(sequence.token_ids)
-        left = sequence.request.tokens_max - sequence.completion_tokens
-        available = min(DRAFT_MAX, room - 1, left - 1)
-        wanted = sequence.trust.length(self._curve.cost_s, max(0, available))
-        guess = sequence.lookup.draft(sequence.token_ids, max(1, wanted))
-        guess = list(takewhile(lambda token: token not in self._end_token_ids, guess))
-        sequence.guess = guess[0] if guess else None
-        return tuple(guess[:wanted])
-
-    def _padding(self, chunks: Seq[Chunk]) -> tuple[Cut, ...]:
-        """Choose the idle streams whose dummy rows make the step cheaper."""
-        if self._curve is None or not self._kv_streams.trimmable:
-            return ()
-        if any(chunk.draft for chunk in chunks):
-            return ()
-        active = [_stream_id(chunk.sequence) for chunk in chunks]
-        room = self._limits.context_tokens
-        held = {i: self._kv_streams.holding(i) for i in range(self._kv_streams.parallel)}
-        idle = [i for i, tokens in held.items() if i not in active and tokens < room]
-        return tuple(Cut(i, held[i]) for i in self._curve.filling(active, idle))
 
     def _take_moves(self) -> list[Move]:
         moves, self._moves = self._moves, []
@@ -380,29 +310,6 @@ def _output(sequence: Sequence, draws: Seq[Drawn]) -> Output:
     cached_tokens = None if sequence.heard else sequence.cached_tokens
     token_ids = [draw.token_id for draw in draws]
     return Output(sequence.request_id, token_ids, logprobs or None, cached_tokens)
-
-
-def _sampling_objection(sampling: Sampling, vocab_tokens: int) -> str | None:
-    """Return which field has a senseless value; a sampler asserts that it is given none."""
-    allowed = {
-        "seed": 0 <= sampling.seed < 1 << 64,
-        "temperature": 0 <= sampling.temperature < math.inf,
-        "top_p": 0 <= sampling.top_p <= 1,
-        "top_k": sampling.top_k >= 0,
-        "min_p": 0 <= sampling.min_p <= 1,
-        "presence_penalty": abs(sampling.presence_penalty) <= LOGIT_MAX,
-        "frequency_penalty": abs(sampling.frequency_penalty) <= LOGIT_MAX,
-        "repeat_penalty": 0 < sampling.repeat_penalty < math.inf,
-        "logprobs": 0 <= (sampling.logprobs or 0) <= TOP_LOGPROBS_MAX,
-    }
-    for name, fine in allowed.items():
-        if not fine:
-            return f"{name} cannot be {getattr(sampling, name)}"
-    for token_id, bias in sampling.logit_bias.items():
-        sensible = abs(bias) <= LOGIT_MAX or bias == -math.inf  # -inf bans the token
-        if not (0 <= token_id < vocab_tokens and sensible):
-            return f"logit_bias cannot be {bias} for token {token_id} of {vocab_tokens}"
-    return None
 
 
 def _rejected(request: Generate, reason: FinishReason, error: str) -> Finished:

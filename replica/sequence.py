@@ -41,6 +41,8 @@ class Sequence:
     phase: Phase = Phase.WAITING
     stream_id: int | None = None
     cached_tokens: int = 0
+    tier: str = "stream"
+    """Where the cached tokens came from."""
     computed_tokens: int = 0
     finish_reason: FinishReason | None = None
     heard: bool = False

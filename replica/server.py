@@ -132,6 +132,7 @@ class ReplicaServer:
                 events=result.events,
                 rows=result.rows,
                 step_s=result.seconds,
+                cached_tokens=result.cached_tokens,
             )
         )
 

@@ -199,6 +199,8 @@ class Frame(Message, frozen=True, omit_defaults=True):
     rows: int = 0
     """Tokens computed in this step."""
     step_s: float = 0.0
+    cached_tokens: dict[str, int] = {}
+    """Prompt tokens that this step's newcomers need not compute, by where they come from."""
 
 
 class Heartbeat(Message, frozen=True):

@@ -13,7 +13,17 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from replica.batch import AbortedError, Batch, Copy, Cut, DecodeError
+from replica.batch import (
+    AbortedError,
+    Batch,
+    Copy,
+    Cut,
+    DecodeError,
+    Move,
+    Restore,
+    Save,
+    SnapshotStore,
+)
 from replica.lookup import DRAFT_MAX
 from replica.sampling import Sampler
 from replica.sequence import Sequence
@@ -81,6 +91,8 @@ class FakeRunner:
         self.aborted = threading.Event()
         self.copied = 0
         """Tokens copied so far from one stream to another."""
+        self.restores_fail = False
+        self.snapshots: SnapshotStore | None = None
         self.padded = 0
         """Dummy rows computed so far."""
         self._room_tokens = room_tokens
@@ -97,14 +109,20 @@ class FakeRunner:
     def abort(self) -> None:
         self.aborted.set()
 
+    def move(self, move: Move) -> bool:
+        match move:
+            case Cut(stream_id, keep):
+                self._truncate(stream_id, keep)
+            case Copy(source, target, keep):
+                self._copy(source, target, keep)
+            case Restore(stream_id, snapshot, keep):
+                return self._restore(stream_id, snapshot, keep)
+            case Save(stream_id, token_ids, blocks):
+                return self._save(stream_id, token_ids, blocks)
+        return True
+
     def decode(self, batch: Batch) -> list[Row]:
         self.aborted.clear()
-        for move in batch.moves:
-            match move:
-                case Cut(stream_id, keep):
-                    self._truncate(stream_id, keep)
-                case Copy(source, target, keep):
-                    self._copy(source, target, keep)
         assert 0 < batch.rows + len(batch.padding) <= self._rows_max
         ids = [_stream_id(chunk.sequence) for chunk in batch.chunks]
         assert all(0 <= stream_id < len(self.cells) for stream_id in ids)
@@ -129,6 +147,28 @@ class FakeRunner:
         self.sizes.append([(i, chunk.rows) for i, chunk in zip(ids, batch.chunks, strict=True)])
         self.padded += len(batch.padding)
         return rows
+
+    def _save(self, stream_id: int, token_ids: list[int], blocks: list[int]) -> bool:
+        cells = np.array(self.cells[stream_id], np.int32)
+        assert list(cells) == token_ids
+        if self.snapshots is None:
+            return False
+
+        def write(room: memoryview) -> int:
+            np.frombuffer(room, np.int32)[:] = cells
+            return cells.nbytes
+
+        return self.snapshots.put(token_ids, blocks, cells.nbytes, write)
+
+    def _restore(self, stream_id: int, snapshot: NDArray[np.uint8], keep: int) -> bool:
+        cells = snapshot.view(np.int32).tolist()
+        self.cells[stream_id] = []
+        if len(cells) < keep or self.restores_fail:
+            return False
+        if keep < len(cells) and not self.trimmable:
+            raise DecodeError(f"the state of stream {stream_id} cannot be cut back to {keep}")
+        self.cells[stream_id] = cells[:keep]
+        return True
 
     def _count_down(self, tokens: int) -> None:
         if self.abort_after is None:

@@ -143,7 +143,7 @@ def test_numactl_starts_a_replica_also_from_a_thread_that_keeps_house_elsewhere(
     def start() -> str:
         move_thread([cpus[0]])
         argv = [*numactl_argv(domain, bind_memory=False), *command]
-        return subprocess.check_output(argv, text=True)  # noqa: S603 - our own words
+        return subprocess.check_output(argv, text=True)
 
     assert f"{cpus[-1]}\n" == in_a_thread(start)
 

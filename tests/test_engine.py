@@ -18,7 +18,9 @@ from replica.batch import Batch, Cut, DecodeError
 from replica.blocks import block_hashes
 from replica.engine import CancelAll, Command, Engine, StepResult
 from replica.kv_streams import KvStreams
-from replica.scheduler import Limits, News, Scheduler
+from replica.limits import Limits
+from replica.pace import Pace
+from replica.scheduler import News, Scheduler
 from replica.step_curve import StepCurve
 from replica.wire import (
     Cancel,
@@ -66,7 +68,7 @@ class Bench:
         )
         self.kv_streams = KvStreams(parallel, BLOCK_TOKENS, ROOT, trimmable=trimmable)
         limits = Limits(CONTEXT_TOKENS, VOCAB_TOKENS, alone, shared, waiting_max)
-        self.scheduler = Scheduler(self.kv_streams, limits, self.runner.end_token_ids, curve)
+        self.scheduler = Scheduler(self.kv_streams, limits, self.runner.end_token_ids, Pace(curve))
         self.engine = Engine(self.runner, self.scheduler, self.kv_streams, self.publish)
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finished: dict[str, Finished] = {}

@@ -91,7 +91,11 @@ def test_a_short_match_does_not_destroy_a_long_conversation() -> None:
 def test_a_match_worth_more_than_what_it_destroys_is_taken() -> None:
     kv = streams(2)
     hold(kv, [*range(20), *range(100, 200)])
-    assert Lease(0, 20) == acquired(kv, [*range(20), 99])
+    lease = acquired(kv, [*range(20), 99])
+
+    assert (0, 20) == (lease.stream_id, lease.cached_tokens)
+    assert lease.lost is not None
+    assert [*range(20), *range(100, 200)] == lease.lost[0], "to be saved first"
 
 
 def test_nothing_is_leased_twice() -> None:

@@ -18,7 +18,8 @@ from gateway.link import Address, ReplicaLink, ReplicaLostError
 from replica.batch import Batch
 from replica.engine import Engine, StepResult
 from replica.kv_streams import KvStreams
-from replica.scheduler import Limits, Scheduler
+from replica.limits import Limits
+from replica.scheduler import Scheduler
 from replica.server import ReplicaServer
 from replica.wire import (
     WIRE_VERSION,

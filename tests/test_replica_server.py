@@ -20,7 +20,8 @@ from replica import server as server_module
 from replica.batch import Batch
 from replica.engine import CancelAll, Engine, StepResult
 from replica.kv_streams import KvStreams
-from replica.scheduler import Limits, News, Scheduler
+from replica.limits import Limits
+from replica.scheduler import News, Scheduler
 from replica.server import (
     CLOSE_NONSENSE,
     CLOSE_REPLACED,

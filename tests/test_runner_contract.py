@@ -18,9 +18,10 @@ import pytest
 from replica.batch import AbortedError, Batch, Chunk, Copy, Cut, DecodeError, Move
 from replica.engine import Engine, StepResult
 from replica.kv_streams import KvStreams
+from replica.limits import Limits
 from replica.llama import Llama, LlamaOptions, ModelLoadError
 from replica.sampling import Sampler
-from replica.scheduler import Limits, News, Scheduler
+from replica.scheduler import News, Scheduler
 from replica.sequence import Sequence
 from replica.wire import Cancel, EnginePhase, FinishReason, Generate
 from tests.fakes import GREEDY, FakeRunner, Row
@@ -94,8 +95,9 @@ class Memory:
         truncate: list[tuple[int, int]] | None = None,
         moves: Seq[Move] = (),
     ) -> list[Row]:
-        cuts = [Cut(*cut) for cut in truncate or []]
-        batch = Batch(EnginePhase.PREFILL, list(chunks), [*moves, *cuts])
+        for move in [*moves, *(Cut(*cut) for cut in truncate or [])]:
+            assert self.runner.move(move)
+        batch = Batch(EnginePhase.PREFILL, list(chunks), [])
         return [row.copy() for row in self.runner.decode(batch)]
 
     def read(self, stream_id: int, token_ids: list[int], keep: int = 0, step: int = 512) -> Row:
@@ -230,7 +232,8 @@ def test_a_row_may_be_used_up(make: Make) -> None:
     """The sampler writes into it."""
     memory, prompt = make(), words(20)
     expected = memory.read(0, [*prompt, 7])
-    batch = Batch(EnginePhase.PREFILL, [chunk(prompt, 0)], [Cut(0, 0)])
+    memory.runner.move(Cut(0, 0))
+    batch = Batch(EnginePhase.PREFILL, [chunk(prompt, 0)], [])
     (row,) = memory.runner.decode(batch)
     row[:] = np.nan
     same(expected, memory.read(0, [*prompt, 7], keep=20))
@@ -495,7 +498,8 @@ def test_a_copy_goes_on_as_its_source_would(make: Make) -> None:
     expected = memory.read(0, prompt)
     memory.read(1, prompt[:60])
     memory.read(2, words(9, seed=5))
-    batch = Batch(EnginePhase.PREFILL, [chunk(prompt, 2, start=60)], [Copy(1, 2, 60)])
+    memory.runner.move(Copy(1, 2, 60))
+    batch = Batch(EnginePhase.PREFILL, [chunk(prompt, 2, start=60)], [])
     (row,) = memory.runner.decode(batch)
 
     same(expected, row.copy())
@@ -508,7 +512,8 @@ def test_a_copy_may_be_shorter_than_its_source(make: Make) -> None:
     expected = memory.read(0, prompt)
     assert memory.runner.copies_prefixes
     memory.read(3, [*prompt[:50], *words(40, seed=7)])
-    batch = Batch(EnginePhase.PREFILL, [chunk(prompt, 1, start=50)], [Copy(3, 1, 50)])
+    memory.runner.move(Copy(3, 1, 50))
+    batch = Batch(EnginePhase.PREFILL, [chunk(prompt, 1, start=50)], [])
     (row,) = memory.runner.decode(batch)
 
     same(expected, row)

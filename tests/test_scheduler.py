@@ -7,8 +7,10 @@ import pytest
 
 from replica.batch import Batch, Copy, Cut
 from replica.kv_streams import KvStreams
+from replica.limits import Limits
+from replica.pace import Pace
 from replica.sampling import Drawn, Sampler, SamplingError
-from replica.scheduler import Limits, News, Scheduler
+from replica.scheduler import News, Scheduler
 from replica.sequence import Phase, Sequence
 from replica.step_curve import StepCurve
 from replica.wire import (
@@ -54,7 +56,7 @@ class Desk:
         limits = Limits(
             CONTEXT_TOKENS, VOCAB_TOKENS, batch_tokens_max, shared_chunk_tokens_max, waiting_max
         )
-        self.scheduler = Scheduler(self.kv_streams, limits, [END_TOKEN_ID], curve)
+        self.scheduler = Scheduler(self.kv_streams, limits, [END_TOKEN_ID], Pace(curve))
 
     def submit(self, *requests: Generate) -> None:
         for each in requests:

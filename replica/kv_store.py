@@ -231,10 +231,8 @@ class KvStore:
             if not locked:
                 return None
             self._reclaim_orphans()
-            same = (entries.key == key) & (entries.tokens == layout.tokens)
-            there = np.flatnonzero(
-                same & (entries.namespace == namespace) & (entries.state != State.FREE)
-            )
+            same = (entries.namespace == namespace) & (entries.key == key)
+            there = np.flatnonzero(same & (entries.state != State.FREE))
             if there.size:
                 entries.used_at[there] = self._tick()
                 return None
@@ -294,7 +292,6 @@ class KvStore:
             if not locked or not self._is_ours(claim):
                 return False
             entries.checksum[claim.entry] = checksum
-            entries.used_at[claim.entry] = self._tick()
             backed = int(header["backed"][0])
             if claim.offset <= backed:
                 header["backed"][0] = max(backed, claim.offset + claim.layout.extent)
@@ -317,7 +314,7 @@ class KvStore:
         entries, memory = self._memory.entries, self._memory
         for entry in np.flatnonzero(entries.state == State.WRITING):
             writer = int(entries.writer[entry])
-            if writer == memory.writer or not is_held(memory.lock_fd, FIRST_WRITER_BYTE + writer):
+            if not is_held(memory.lock_fd, FIRST_WRITER_BYTE + writer):
                 entries.state[entry] = State.FREE
                 self._count("orphans")
 

@@ -243,14 +243,14 @@ def _put_and_die_at(line: int, fd: int) -> None:
 
     mine = KvStore.attach(os.dup(fd))
     sys.settrace(on_line)  # type: ignore[arg-type]  # it returns itself
-    done = put_pages(mine, 9, 3)
+    done = put_pages(mine, 9, 3) and put_pages(mine, 8, 1)
     sys.settrace(None)
     os._exit(0 if done else 1)
 
 
 def _assert_unharmed(store: KvStore) -> None:
     """What is found is right, and all of the arena can be had again."""
-    for number, pages in ((1, 1), (2, 1), (3, 1), (9, 3)):
+    for number, pages in ((1, 1), (2, 1), (3, 1), (8, 1), (9, 3)):
         there = read(store, prompt(number))
         assert there in {None, content(number, page_sized(pages))}
     assert store.stats().bytes_used <= room_for(4)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from replica.kv_memory import HEADER, KvStoreError
+from replica.kv_memory import ARENA_AT, HEADER, KvStoreError
 from replica.kv_store import KvStore
 from tests.kv_children import (
     PAGE,
@@ -55,6 +55,22 @@ def test_a_closed_store_leaves_nothing_behind() -> None:
         put_pages(store, 1, 8)
         read(store, prompt(1))
     assert before == mine()
+
+
+def test_a_view_that_somebody_kept_does_not_keep_the_store_open() -> None:
+    store = KvStore.create(room_for(8))
+    view = store._memory.view[ARENA_AT:]
+    store.close()
+    assert 0 == view[0]
+
+
+def test_memory_is_taken_as_it_is_needed(store: KvStore) -> None:
+    def taken() -> int:
+        return os.fstat(store.fileno()).st_blocks * 512
+
+    assert ARENA_AT == taken()
+    put_pages(store, 1, 2)
+    assert ARENA_AT + 2 * PAGE == taken()
 
 
 def test_only_who_is_given_the_memory_inherits_it(store: KvStore) -> None:
@@ -185,6 +201,15 @@ def test_a_file_that_was_replaced_is_left_alone(path: Path) -> None:
         path.unlink()
         path.write_bytes(b"letter")
     assert b"letter" == path.read_bytes()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_another_users_file_is_refused(path: Path) -> None:
+    """Whoever made it could read every prompt."""
+    path.touch()
+    os.chown(path, 12345, -1)
+    with pytest.raises(KvStoreError, match="belongs to another user, number 12345"):
+        KvStore.at(path, room_for(8))
 
 
 def test_only_its_owner_may_open_the_file(path: Path) -> None:

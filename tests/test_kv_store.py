@@ -39,6 +39,13 @@ def store() -> Generator[KvStore]:
         yield made
 
 
+def lose(store: KvStore, number: int) -> None:
+    """Let a snapshot be found damaged, and so removed."""
+    there = found_by(store, prompt(number))
+    store._memory.entries.checksum[there.entry] ^= np.uint64(1)
+    assert store.read(there, prompt(number)) is None
+
+
 def refuse_memory(store: KvStore) -> None:
     """Let every further request for memory fail; what there is stays usable."""
     with Path("/dev/null").open() as null:
@@ -242,18 +249,19 @@ def test_memory_that_is_there_is_not_asked_for_again(store: KvStore) -> None:
 def test_room_that_has_memory_is_used_first(store: KvStore) -> None:
     for number in (1, 2):
         put_pages(store, number, 2)
-    there = found_by(store, prompt(1))
-    store._memory.bytes[ARENA_AT] ^= 1
-    assert store.read(there, prompt(1)) is None
+    lose(store, 1)
     refuse_memory(store)
     assert put_pages(store, 3, 2)
 
 
 def test_memory_is_asked_for_page_by_page(store: KvStore) -> None:
-    put_pages(store, 1, 3)
+    put_pages(store, 1, 2)
+    put_pages(store, 2, 1)
+    lose(store, 2)
     refuse_memory(store)
-    assert not put_pages(store, 2, 1)
-    assert not put_pages(store, 3, 4)
+    assert not put_pages(store, 3, 2)
+    assert put_pages(store, 4, 1)
+    assert not put_pages(store, 5, 1)
 
 
 def test_memory_in_front_of_somebody_elses_is_not_taken_for_granted(store: KvStore) -> None:

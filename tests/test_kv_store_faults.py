@@ -103,6 +103,18 @@ def test_who_lost_its_place_cannot_publish_and_its_scribbles_are_found(store: Kv
     assert (0, 1) == (store.stats().snapshots, store.stats().corrupt)
 
 
+def test_a_place_that_was_lost_is_lost_even_while_nobody_else_has_it(store: KvStore) -> None:
+    with KvStore.attach(os.dup(store.fileno())) as other:
+
+        def write(view: memoryview) -> int:
+            other._memory.entries.extent[0] = -1
+            assert 0 == other.stats().snapshots
+            return len(view)
+
+        assert not store.put(NAMESPACE, prompt(1), names(prompt(1)), 100, write)
+    assert (0, 1) == (store.stats().snapshots, store.stats().resets)
+
+
 def test_whoever_is_killed_anywhere_in_a_put_harms_nobody() -> None:
     child = start("die_at_every_line")
     lines = int(finish(child) or "0")
@@ -163,6 +175,16 @@ def test_a_snapshot_that_was_replaced_is_not_read(store: KvStore) -> None:
     assert 0 == store.stats().corrupt
     put_pages(store, 1, 8)
     assert store.read(there, prompt(1)) is None  # an equal one, but not the one that was found
+
+
+def test_what_replaced_a_torn_snapshot_is_not_removed_for_it(store: KvStore) -> None:
+    """The reader finds its copy torn when the entry is somebody else's already."""
+    put_pages(store, 1, 8)
+    there = found_by(store, prompt(1))
+    put_pages(store, 2, 8)
+    store._remove_corrupt(there)
+    assert [2] == held(store, 1, 2)
+    assert 0 == store.stats().corrupt
 
 
 @pytest.mark.parametrize(

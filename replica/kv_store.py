@@ -313,7 +313,7 @@ class KvStore:
         """Free what was being written by the dead, or by ourselves and could not be freed then."""
         entries, memory = self._memory.entries, self._memory
         for entry in np.flatnonzero(entries.state == State.WRITING):
-            writer = int(entries.writer[entry])
+            writer = int(entries.writer[entry])  # ourselves we do not count as holding
             if not is_held(memory.lock_fd, FIRST_WRITER_BYTE + writer):
                 entries.state[entry] = State.FREE
                 self._count("orphans")

@@ -221,6 +221,7 @@ def _command(  # noqa: PLR0913, PLR0917  # all that is known when a replica is s
         "fingerprint": found.gguf.fingerprint,
         "nodes": domain.nodes,
         "cpus": domain.compute_cpus,
+        "threads": settings.threads,
         "housekeeping_cpus": domain.housekeeping_cpus,
         "degraded": found.degraded or "",
         "parent_pid": os.getpid(),

@@ -33,7 +33,9 @@ class PlacementSettings(Settings):
         default=None, ge=1, description="Divide the cores into N pretend nodes, to try things out."
     )
     threads: int | None = Field(
-        default=None, ge=1, description="Computing threads per replica. [default: its cores]"
+        default=None,
+        ge=1,
+        description="Computing threads per replica. [default: what measures fastest]",
     )
 
 

@@ -132,7 +132,7 @@ class LiveCollector(Collector):
     """Reads the control plane's objects at scrape time; never asks a replica."""
 
     def __init__(
-        self, control: Control, dispatcher: Dispatcher, mode: Mode, store: KvStore | None
+        self, control: Control, dispatcher: Dispatcher, mode: Mode, store: KvStore | None = None
     ) -> None:
         self._control = control
         self._dispatcher = dispatcher

@@ -26,10 +26,11 @@ from replica.kv_streams import KvStreams
 from replica.limits import Limits
 from replica.llama import Llama, LlamaOptions, ModelLoadError
 from replica.logs import configure
-from replica.measure import measure
+from replica.measure import best_threads, measure
 from replica.scheduler import Scheduler
 from replica.server import ListenError, ReplicaServer
 from replica.snapshots import ReplicaSnapshots
+from replica.threads import ThreadTuner
 from replica.wire import Drain, Facts
 
 log = logging.getLogger("replica")
@@ -190,11 +191,15 @@ def _build(
         gap_max_s=None if settings.max_itl_ms is None else settings.max_itl_ms / 1000,
         guess=settings.speculation == "auto",
     )
-    pace = None
-    if llama.trimmable:  # otherwise nothing can be padded or guessed
+    pace = tuner = None
+    if llama.trimmable:  # otherwise nothing can be tried without a trace
+        if settings.threads is None:
+            most = len(settings.cpus or cpus)
+            threads = best_threads(most, llama.set_threads, llama.try_step, llama.try_prompt)
+            tuner = ThreadTuner(threads)
         pace = measure(llama.try_step, llama.try_prompt, settings.parallel)
     scheduler = Scheduler(kv_streams, limits, llama.end_token_ids, pace, snapshots)
-    engine = Engine(llama, scheduler, kv_streams, publish)
+    engine = Engine(llama, scheduler, kv_streams, publish, tuner)
     return llama, engine, _facts(settings, fingerprint, cpus, threads)
 
 

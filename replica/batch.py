@@ -135,6 +135,10 @@ class Runner(Protocol):
         """
         ...
 
+    def set_threads(self, threads: int) -> None:
+        """Compute with so many threads from the next batch on."""
+        ...
+
     def abort(self) -> None:
         """Make the running `decode` raise `AbortedError` soon. From any thread; may come late."""
         ...

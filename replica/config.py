@@ -106,6 +106,9 @@ class ReplicaSettings(ModelSettings):
         default=(0,), min_length=1, description="NUMA nodes that hold its memory."
     )
     cpus: Integers = Field(default=(), description="CPUs that compute; default: all allowed.")
+    threads: int | None = Field(
+        default=None, ge=1, description="Computing threads. [default: what measures fastest]"
+    )
     housekeeping_cpus: Integers = Field(
         default=(), description="CPUs for its event loop; default: those that compute."
     )

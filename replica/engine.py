@@ -17,6 +17,7 @@ from replica.batch import AbortedError, Batch, Chunk, Move, Restore, Runner, Sav
 from replica.kv_streams import KvStreams
 from replica.sampling import Drawn, SamplingError
 from replica.scheduler import News, Scheduler
+from replica.threads import ThreadTuner
 from replica.wire import Cancel, Drain, EnginePhase, Generate, KvEvent, Load
 
 log = logging.getLogger(__name__)
@@ -70,11 +71,13 @@ class Engine:
         scheduler: Scheduler,
         kv_streams: KvStreams,
         publish: Callable[[StepResult], None],
+        tuner: ThreadTuner | None = None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._kv_streams = kv_streams
         self._publish = publish
+        self._tuner = tuner
         self._interruptible: str | None = None
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._audience = 0
@@ -163,7 +166,15 @@ class Engine:
         news.finished += committed.finished
         seconds = time.monotonic() - started
         pace.observe(batch.phase, batch.rows, seconds)
+        if batch.phase is EnginePhase.DECODE and self._tuner is not None and pace.curve is not None:
+            undisturbed_s = pace.curve.cost_s(batch.rows + len(batch.padding))
+            self._tune(self._tuner, seconds / undisturbed_s)
         return seconds
+
+    def _tune(self, tuner: ThreadTuner, slowness: float) -> None:
+        before = tuner.threads
+        if tuner.observe(slowness, time.monotonic()) != before:
+            self._runner.set_threads(tuner.threads)
 
     def _decode(self, batch: Batch) -> list[NDArray[np.float32]]:
         """Compute a batch; one that reads a single prompt ends early if that is cancelled.

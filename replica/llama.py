@@ -97,6 +97,11 @@ class Llama:
         self._llama.llama_free(self._context)
         self._llama.llama_model_free(self._model)
 
+    def set_threads(self, threads: int) -> None:
+        """Compute with so many threads from now on."""
+        assert threads > 0
+        self._llama.llama_set_n_threads(self._context, threads, threads)
+
     def abort(self) -> None:
         """Make the running decode give up. llama.cpp asks `strlen(flag)` between two operations."""
         self._abort_flag[0] = b"\x01"

@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 BUDGET_S = 2.0
 REPEATS_MAX = 5
+THREAD_REPEATS = 5
+THREAD_PROMPT_TOKENS = 64
 PROMPT_TOKENS = 128
 """The chunk whose time stands for the reading of prompts."""
 
@@ -54,6 +56,33 @@ def measure(
         pace.observe(EnginePhase.DECODE, rows, curve.cost_s(rows))
     log.info("a step costs, in ms by rows: %s", curve)
     return pace
+
+
+def best_threads(
+    most: int,
+    use: Callable[[int], None],
+    step: Callable[[int], None],
+    prompt: Callable[[int], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> int:
+    """Return the number of threads, up to `most`, that computes fastest; `use` applies one.
+
+    The last threads may only fight for memory bandwidth. Judged by one row, which is bound by
+    bandwidth, and by a chunk of a prompt, which is bound by arithmetic, equally. When this returns,
+    the best number is in use.
+    """
+    candidates = sorted({most, max(1, most - 1), max(1, most * 3 // 4), max(1, most // 2)})
+    seconds: dict[int, float] = {}
+    for threads in reversed(candidates):
+        use(threads)
+        step(1)
+        rows = [_timed(step, 1, clock) for _ in range(THREAD_REPEATS)]
+        chunks = [_timed(prompt, THREAD_PROMPT_TOKENS, clock) for _ in range(2)]
+        seconds[threads] = median(rows) * min(chunks)
+    best = min(candidates, key=lambda threads: (seconds[threads], -threads))
+    use(best)
+    log.info("%d of %d threads compute fastest", best, most)
+    return best
 
 
 def _timed(work: Callable[[int], None], size: int, clock: Callable[[], float]) -> float:

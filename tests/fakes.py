@@ -93,6 +93,8 @@ class FakeRunner:
         """Tokens copied so far from one stream to another."""
         self.restores_fail = False
         self.snapshots: SnapshotStore | None = None
+        self.threads: list[int] = []
+        """Every number of threads it was told to use."""
         self.padded = 0
         """Dummy rows computed so far."""
         self._room_tokens = room_tokens
@@ -105,6 +107,10 @@ class FakeRunner:
 
     def close(self) -> None:
         """Nothing to free; `Llama` has it."""
+
+    def set_threads(self, threads: int) -> None:
+        assert threads > 0
+        self.threads.append(threads)
 
     def abort(self) -> None:
         self.aborted.set()

@@ -145,6 +145,7 @@ def test_a_copy_goes_where_it_destroys_least() -> None:
     busy = acquired(kv, [*range(100)]).stream_id
     kv.append(busy, [*range(100)])
     assert 1 == hold(kv, [*range(200, 260)])
+    assert 2 == hold(kv, [300])
     assert Lease(2, 99, copied_from=0) == acquired(kv, [*range(100)])
 
 

@@ -78,6 +78,9 @@ class EdgeSettings(Settings):
 class UpSettings(ModelSettings, PlacementSettings, EdgeSettings):
     """Everything `numaserve up` takes."""
 
+    huge_pages: bool = Field(
+        default=True, description="Ask the kernel for huge pages for weights and KV cells."
+    )
     kv_store_mib: int = Field(
         default=1024, ge=0, description="Shared memory for KV snapshots, in MiB; 0 for none."
     )

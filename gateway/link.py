@@ -35,6 +35,8 @@ from replica.wire import (
 log = logging.getLogger(__name__)
 
 CONNECT_AGAIN_S = 0.1
+OPEN_S = 10.0
+"""What a partner that listens gets to answer the handshake; one that loads answers it, too."""
 WATCH_S = 0.05
 """How often the silence of a replica is looked at."""
 OUTBOX_MAX = 4096
@@ -65,7 +67,10 @@ class Listener(Protocol):
     def beat(self, replica_id: str, heartbeat: Heartbeat) -> None: ...
 
     def lost(self, replica_id: str, reason: str, *, silent: bool) -> None:
-        """The connection is over; `silent` when the replica simply stopped talking."""
+        """The connection is over; `silent` when the replica simply stopped talking.
+
+        A silent one may be lost without having been connected.
+        """
         ...
 
 
@@ -86,6 +91,7 @@ class Address:
                 compression=None,
                 max_size=MESSAGE_BYTES_MAX,
                 ping_interval=None,
+                open_timeout=OPEN_S,
                 additional_headers=headers,
             )
         return connect(
@@ -93,6 +99,7 @@ class Address:
             compression=None,
             max_size=MESSAGE_BYTES_MAX,
             ping_interval=None,
+            open_timeout=OPEN_S,
             additional_headers=headers,
             proxy=None,
         )
@@ -158,7 +165,11 @@ class ReplicaLink:
             self._overflowed = True  # `_watch` ends the connection, and with it all requests
 
     async def _connection(self) -> Exception | None:
-        """Have one connection from beginning to end; None when there never was one."""
+        """Have one connection from beginning to end; return why it ended.
+
+        None when there never was one, unless somebody listened but did not answer: a replica that
+        hangs while nobody is connected would otherwise be waited for, for ever.
+        """
         greeted = False
         end: Exception = WireError("closed by the replica")
         try:
@@ -174,12 +185,14 @@ class ReplicaLink:
                     # No closing handshake: the other side may be hung, or not a replica at all,
                     # and until it had answered, requests would still be sent its way.
                     socket.transport.abort()
+        except TimeoutError:
+            end = SilentError("it listens, but does not answer")
         except (OSError, InvalidHandshake, InvalidMessage, ConnectionClosed, WireError) as error:
             end = error
         finally:
             self._outbox = None
             self._end_streams(str(end))
-        if greeted:
+        if greeted or isinstance(end, SilentError):
             self._unreachable = ""
             return end
         if str(end) != self._unreachable:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,10 +31,12 @@ from gateway.prefix_index import PrefixIndex
 from gateway.recorder import Recorder
 from gateway.routing import REASONS, least_loaded
 from gateway.supervisor import ProcessState
+from replica.kv_store import KvStore
 from replica.wire import Load
 from tests.fakes_gateway import CONTEXT_TOKENS, FINGERPRINT, facts, frame, hello
 from tests.fakes_openai import Bench as EdgeBench
 
+STORE_BYTES = 1 << 20
 A, B = "replica-0", "replica-1"
 STUDY_TTFT_S = 166
 """The longest time to first token of the study the project rests on."""
@@ -50,6 +52,7 @@ CONTRACT: dict[str, tuple[str, set[str]]] = {
     "numaserve_generation_tokens": ("counter", {"replica"}),
     "numaserve_requests_running": ("gauge", {"replica"}),
     "numaserve_requests_waiting": ("gauge", set()),
+    "numaserve_kv_store_bytes": ("gauge", set()),
     "numaserve_kv_cache_usage_ratio": ("gauge", {"replica"}),
     "numaserve_mode": ("gauge", {"mode"}),
     "numaserve_replica_up": ("gauge", {"replica", "node"}),
@@ -62,14 +65,16 @@ CONTRACT: dict[str, tuple[str, set[str]]] = {
 class Bench:
     """Metrics on real objects, and what a scraper makes of them."""
 
-    def __init__(self, mode: Mode = Mode.DATA_PARALLEL) -> None:
+    def __init__(self, mode: Mode = Mode.DATA_PARALLEL, store: KvStore | None = None) -> None:
         index = PrefixIndex()
         self.dispatcher = Dispatcher(least_loaded, index, queue_max=9)
         self.control = Control(
             [(A, 0), (B, 1)], self.dispatcher, index, FINGERPRINT, CONTEXT_TOKENS
         )
         self.metrics = Metrics()
-        self.metrics.registry.register(LiveCollector(self.control, self.dispatcher, mode))
+        self.control.count_cached = self.metrics.cached
+        live = LiveCollector(self.control, self.dispatcher, mode, store)
+        self.metrics.registry.register(live)
         self.recorder = Recorder(self.metrics, mode.value)
 
     def text(self) -> str:
@@ -117,11 +122,18 @@ def record(**changes: Any) -> RequestRecord:  # noqa: ANN401 - of a record's man
     )
 
 
+@pytest.fixture
+def used() -> Iterator[Bench]:
+    """Yield a bench on which every metric of the contract has a sample."""
+    with KvStore.create(STORE_BYTES) as store:
+        bench = Bench(store=store)
+        bench.use_everything()
+        yield bench
+
+
 @pytest.mark.parametrize("name", CONTRACT)
-def test_every_name_of_the_contract_is_served(name: str) -> None:
-    bench = Bench()
-    bench.use_everything()
-    family = bench.families()[name]
+def test_every_name_of_the_contract_is_served(used: Bench, name: str) -> None:
+    family = used.families()[name]
     kind, labels = CONTRACT[name]
 
     assert kind == family.type
@@ -131,11 +143,9 @@ def test_every_name_of_the_contract_is_served(name: str) -> None:
         assert labels == set(sample.labels) - {"le"}
 
 
-def test_nothing_of_ours_is_served_that_no_contract_names() -> None:
+def test_nothing_of_ours_is_served_that_no_contract_names(used: Bench) -> None:
     """A dashboard cannot rely on it, and a test here would not miss it."""
-    bench = Bench()
-    bench.use_everything()
-    served = {name for name in bench.families() if name.startswith("numaserve_")}
+    served = {name for name in used.families() if name.startswith("numaserve_")}
 
     assert set(CONTRACT) == {name for name in served if not name.endswith("_created")}
 
@@ -146,15 +156,13 @@ def test_the_process_tells_of_itself() -> None:
     assert {"process_resident_memory_bytes", "process_cpu_seconds", "python_info"} <= set(families)
 
 
-def test_promtool_has_no_complaint() -> None:
+def test_promtool_has_no_complaint(used: Bench) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed: apt-get install prometheus")
-    bench = Bench()
-    bench.use_everything()
     checked = subprocess.run(
         [promtool, "check", "metrics"],
-        input=bench.text(),
+        input=used.text(),
         capture_output=True,
         text=True,
         timeout=30,
@@ -232,6 +240,12 @@ class TestLive:
         assert {(A,): 2, (B,): 0} == bench.values("numaserve_requests_running")
         assert {(): 1} == bench.values("numaserve_requests_waiting")
 
+    def test_the_store_is_measured_where_there_is_one(self) -> None:
+        assert {} == Bench().values("numaserve_kv_store_bytes")
+        with KvStore.create(STORE_BYTES) as store:
+            values = Bench(store=store).values("numaserve_kv_store_bytes")
+            assert {(): store.stats().bytes_used} == values
+
     @pytest.mark.parametrize("mode", Mode)
     def test_exactly_one_mode_is_in_force(self, mode: Mode) -> None:
         values = Bench(mode).values("numaserve_mode")
@@ -246,7 +260,6 @@ class TestRecorded:
 
         assert {("200", "data-parallel", A): 1} == bench.values("numaserve_requests_total")
         assert {(): 10} == bench.values("numaserve_prompt_tokens_total")
-        assert {("stream",): 4} == bench.values("numaserve_prompt_tokens_cached_total")
         assert {(): 1} == bench.values("numaserve_request_duration_seconds_count")
         assert {(): 2} == bench.values("numaserve_request_duration_seconds_sum")
 
@@ -256,7 +269,21 @@ class TestRecorded:
 
         assert {("429", "data-parallel", NO_REPLICA): 1} == bench.values("numaserve_requests_total")
         assert {(): 0} == bench.values("numaserve_prompt_tokens_total")
-        assert {("stream",): 0} == bench.values("numaserve_prompt_tokens_cached_total")
+
+    def test_cached_tokens_are_counted_by_tier_as_the_replica_tells(self) -> None:
+        bench = Bench()
+        bench.metrics.cached({"stream": 4, "store": 16})
+
+        assert {("stream",): 4, ("copy",): 0, ("store",): 16} == bench.values(
+            "numaserve_prompt_tokens_cached_total"
+        )
+
+    def test_the_store_is_on_show_where_there_is_one(self) -> None:
+        assert {} == Bench().values("numaserve_kv_store_bytes")
+        with KvStore.create(1 << 20) as store:
+            bench = Bench(store=store)
+
+            assert {(): store.stats().bytes_used} == bench.values("numaserve_kv_store_bytes")
 
     def test_placements_are_counted_by_reason(self) -> None:
         bench = Bench()

@@ -5,8 +5,9 @@ import io
 from rich.console import Console
 
 from gateway.modes import Mode
-from gateway.status import render, status
+from gateway.status import render, status, store_status
 from gateway.supervisor import ProcessState, Supervisor
+from replica.kv_store import KvStore
 from replica.wire import EnginePhase, Heartbeat, Load
 from tests.fakes_gateway import CONTEXT_TOKENS, FakeReplica, ProxyBench, facts, frame, hello, job
 from tests.test_control import A, B, Bench
@@ -24,7 +25,8 @@ def document(bench: Bench) -> dict[str, object]:
     proxy = ProxyBench(FakeReplica()).proxy
     supervisor = Supervisor(bench.control)
     mode = (Mode.SINGLE, "one placement domain")
-    return status(mode, bench.control, bench.dispatcher, proxy, supervisor)
+    document = status(mode, bench.control, bench.dispatcher, proxy, supervisor)
+    return document | {"kv_store": store_status(None)}
 
 
 def rows(bench: Bench) -> list[dict[str, object]]:
@@ -72,6 +74,20 @@ def test_a_connected_replica_tells_its_facts() -> None:
     )
 
 
+def test_the_store_tells_its_books() -> None:
+    assert store_status(None) is None
+    with KvStore.create(1 << 20) as store:
+        told = store_status(store)
+        stats = store.stats()
+
+    assert {
+        "bytes": stats.bytes_used,
+        "budget_bytes": stats.budget_bytes,
+        "snapshots": 0,
+        "evictions": 0,
+    } == told
+
+
 async def test_concurrency_is_what_runs_and_what_waits() -> None:
     bench = ProxyBench(FakeReplica(slots=1))
     control = Bench(A).control
@@ -96,3 +112,13 @@ def test_a_table_shows_state_and_reason() -> None:
     for shown in ("single (one placement domain)", "ready", "failed", "100.0%", "0,2"):
         assert shown in table
     assert f"{B}: it exited with 2" in table
+
+
+def test_the_store_tells_what_it_holds() -> None:
+    with KvStore.create(1 << 20) as store:
+        told = store_status(store)
+
+    assert told is not None
+    assert {"bytes", "budget_bytes", "snapshots"} <= set(told)
+    assert 0 == told["snapshots"]
+    assert 1 << 20 == told["budget_bytes"]

@@ -280,6 +280,22 @@ def test_the_same_request_twice_is_our_bug() -> None:
         queue.submit(ticket("a"))
 
 
+@pytest.mark.parametrize("wrong", [0, -1])
+def test_a_queue_or_a_replica_without_room_is_our_bug(wrong: int) -> None:
+    with pytest.raises(AssertionError):
+        dispatcher(queue_max=wrong)
+    with pytest.raises(AssertionError):
+        dispatcher().open("node0", wrong)
+
+
+def test_a_policy_that_invents_a_replica_is_our_bug() -> None:
+    queue = Dispatcher(lambda _: Decision("elsewhere", "only"), PrefixIndex(), QUEUE_MAX)
+    queue.open("node0", 1)
+    assert queue.submit(ticket("a"))
+    with pytest.raises(AssertionError):
+        queue.assign()
+
+
 def test_a_repr_tells_the_state() -> None:
     queue = dispatcher("node0")
     for name in "abc":

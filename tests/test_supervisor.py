@@ -1,5 +1,6 @@
 """The supervisor with real processes: started again, ended, and never left behind."""
 
+import ast
 import asyncio
 import logging
 import os
@@ -132,6 +133,28 @@ async def test_a_replica_runs_as_told(tmp_path: Path) -> None:
 
     assert "here ['a b']\n" == written.read_text()
     assert "exited with 0" in heard.reasons[1]
+
+
+async def test_only_the_descriptors_it_is_given_reach_it(tmp_path: Path) -> None:
+    """The shared store's, say; not the listening socket, nor another client's connection."""
+    written = tmp_path / "written"
+    program = "import os, sys; print(os.listdir('/proc/self/fd'), file=open(sys.argv[1], 'w'))"
+    given, kept_r, kept_w = os.memfd_create("given", 0), *os.pipe()
+    os.set_inheritable(kept_w, True)  # noqa: FBT003 - its only argument
+    command = python(program, str(written))
+    try:
+        async with supervised(Command("r0", command.argv, command.environment, (given,))) as (
+            _,
+            heard,
+        ):
+            await eventually(lambda: ProcessState.BACKOFF in heard.states, "its end")
+    finally:
+        for descriptor in (given, kept_r, kept_w):
+            os.close(descriptor)
+
+    had = ast.literal_eval(written.read_text())
+    assert str(given) in had
+    assert str(kept_w) not in had
 
 
 async def test_ctrl_c_in_the_terminal_does_not_reach_it() -> None:

@@ -80,6 +80,7 @@ class Bench:
         for output in result.news.outputs:
             assert output.request_id not in self.finished, "nothing follows a Finished"
             assert output.token_ids
+            assert output.logprobs is None or len(output.logprobs) == len(output.token_ids)
             self.tokens[output.request_id] += output.token_ids
         for finished in result.news.finished:
             assert finished.request_id not in self.finished, "everything ends once"
@@ -232,6 +233,7 @@ def test_company_and_cache_never_change_the_tokens(
         completion = alone(request)
         expected = completion, ending(request, completion)
         assert expected == bench.answer(request.request_id)
+    assert sum(result.rows for result in bench.results) == bench.runner.rows
     assert bench.scheduler.load == Load(0, 0, sum(map(len, bench.runner.cells)))
 
 
@@ -444,6 +446,34 @@ def test_an_id_is_free_again_in_the_turn_it_was_cancelled() -> None:
     request = generate("a", [4, 5])
     bench.serve(request)
     assert alone(request) == bench.tokens["a"]
+
+
+def test_guesses_change_no_draw() -> None:
+    """
+    Two tokens in random turns: about every second guess is right, and some are followed by the
+    end. Each token has its own place in the random stream, also the ones drawn in one step.
+    """
+    bench = Bench(curve=StepCurve(dict.fromkeys(range(1, 9), 1.0)))
+    for seed in range(30):
+        bias = {END_TOKEN_ID: 4.0, 1: 8.0, 2: 8.0}
+        request = generate(str(seed), [1, 2, 1], 40, Sampling(seed, logit_bias=bias, logprobs=1))
+        bench.serve(request)
+        completion = alone(request)
+        assert (completion, ending(request, completion)) == bench.answer(str(seed))
+    told = [len(output.token_ids) for result in bench.results for output in result.news.outputs]
+    assert {1, 2, 3} <= set(told)
+    reasons = {finished.reason for finished in bench.finished.values()}
+    assert {FinishReason.STOP, FinishReason.LENGTH} == reasons
+
+
+def test_after_an_abort_a_state_that_cannot_be_cut_begins_anew() -> None:
+    bench = Bench(parallel=1, trimmable=False)
+    bench.serve(generate("first", [1, 2, 3], 1))
+    request = generate("second", [1, 2, 3, 4, 5], 3)
+    bench.runner.abort_after = 1
+    bench.serve(request)
+    assert alone(request) == bench.tokens["second"]
+    assert 0 == bench.finished["second"].cached_tokens
 
 
 # Ends

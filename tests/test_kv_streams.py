@@ -134,6 +134,16 @@ def test_a_prefix_in_use_elsewhere_is_copied() -> None:
     assert [*range(30)] == kv.tokens_of(0)
 
 
+def test_a_copy_outlives_its_source() -> None:
+    kv = streams(2)
+    hold(kv, [*range(30)])
+    busy = acquired(kv, [*range(30)])
+    assert 1 == acquired(kv, [*range(25), 99]).stream_id
+    kv.release(busy.stream_id)
+    acquired(kv, [77])
+    assert names([*range(25)]) == kv.held_blocks()
+
+
 def test_a_prefix_too_short_to_be_worth_a_copy_is_computed() -> None:
     kv = streams(2)
     kv.append(acquired(kv, [*range(30)]).stream_id, [*range(30)])

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replica.pace import SMOOTHING, Pace
+from replica.pace import CHUNK_STEP_TOKENS, SMOOTHING, Pace
 from replica.wire import EnginePhase
 
 DECODE, PREFILL = EnginePhase.DECODE, EnginePhase.PREFILL
@@ -54,6 +54,26 @@ def test_between_two_equally_near_the_smaller_is_taken() -> None:
 def test_the_phases_do_not_mix() -> None:
     assert 0.0 == paced((DECODE, 8, 1.0)).expect(PREFILL, 8)
     assert 0.0 == paced((PREFILL, 8, 1.0)).expect(DECODE, 8)
+
+
+# How much of a prompt may be read between two tokens of a stream
+
+
+def test_nothing_is_said_of_chunks_before_both_phases_were_seen() -> None:
+    for step in ((DECODE, 1, 1.0), (PREFILL, 1, 1.0)):
+        assert paced(step).chunk_tokens(1, None) is None
+
+
+def test_a_chunk_fills_the_gap_beside_the_decode_step() -> None:
+    pace = paced((DECODE, 4, 0.1), (PREFILL, 100, 0.1))
+    assert 400 == pace.chunk_tokens(4, 0.5), "0.1 s of the gap are the step's own"
+    assert 224 == pace.chunk_tokens(4, None), "3.3 steps, less the one; whole tiles of 16"
+
+
+def test_a_chunk_is_never_smaller_than_a_tile() -> None:
+    """Otherwise a prompt beside slow streams would never be read."""
+    pace = paced((DECODE, 4, 1.0), (PREFILL, 1, 1.0))
+    assert CHUNK_STEP_TOKENS == pace.chunk_tokens(4, 0.5)
 
 
 @given(st.lists(st.floats(0.001, 10), min_size=1, max_size=30), st.sampled_from([DECODE, PREFILL]))

@@ -569,3 +569,56 @@ def test_after_an_abort_the_chunk_is_read_again() -> None:
 
     assert [Cut(0, 8)] == again.moves
     assert [(8, 8)] == [(c.sequence.computed_tokens, c.size) for c in again.chunks]
+
+
+def test_rows_of_guesses_count_as_computed() -> None:
+    desk = Desk(1, curve=StepCurve(dict.fromkeys(range(1, 9), 1.0)))
+    desk.submit(request("a", [1, 2, 3, 4] * 3, 40))
+    while not (batch := desk.batch()).chunks[0].draft:
+        desk.scheduler.commit(batch, [[Drawn(1, None)] for _ in batch.sampled])
+    assert 1 + len(batch.chunks[0].draft) == batch.rows
+
+
+@pytest.mark.parametrize(("first", "last"), [(True, False), (False, True)])
+def test_guesses_are_made_for_as_long_as_they_prove_right(first: bool, last: bool) -> None:  # noqa: FBT001
+    """
+    Behind `1 2 3` the text has always gone on with the same token. Whether the model does too is
+    seen also while a guess is not worth its row; and when it never does, guessing ends.
+    """
+    cost_s = 1.2 if first else 1.35  # of two rows; three in ten guesses are trusted to begin with
+    desk = Desk(1, curve=StepCurve({1: 1.0, 2: cost_s, 8: 9.0}))
+    desk.submit(request("a", [1, 2, 3, 9, 1, 2, 3, 9, 1, 2], 48))
+    guessed = []
+    wrong = iter(range(10, 32))
+    while not desk.scheduler.idle:
+        batch = desk.batch()
+        (chunk,) = batch.chunks
+        held = chunk.sequence.token_ids
+        if not chunk.completes:
+            desk.scheduler.commit(batch, [])
+            continue
+        if held[-3:] == [1, 2, 3]:
+            guessed.append(bool(chunk.draft))
+            follows = next(wrong) if first else 9
+        else:
+            follows = {1: 2, 2: 3}.get(held[-1], 1)
+        run = [follows, 1] if chunk.draft == (follows,) else [follows]
+        desk.scheduler.commit(batch, [[Drawn(token_id, None) for token_id in run]])
+    assert (first, last) == (guessed[0], guessed[-1])
+
+
+def test_chunks_beside_a_stream_follow_the_pace_once_it_is_known() -> None:
+    desk = Desk(batch_tokens_max=48)
+    desk.submit(request("stream", [1], 40))
+    desk.step()
+    desk.submit(request("long", [2] * 60, 1))
+    assert (PREFILL, {"long": 4}) == desk.plan(2)[1]
+    desk.scheduler.pace.observe(DECODE, 1, 1.0)
+    desk.scheduler.pace.observe(PREFILL, 16, 1.0)
+    assert (PREFILL, {"long": 32}) == desk.plan(2)[1], "2.3 seconds, in tiles of 16"
+    desk.scheduler.pace.observe(PREFILL, 1000, 1e-9)
+    for _ in range(60):
+        desk.scheduler.pace.observe(PREFILL, 1000, 1e-9)
+    desk.submit(request("longer", [3] * 60, 1))
+    desk.plan(2)
+    assert (PREFILL, {"longer": 48}) == desk.plan(2)[1], "never more than a batch"

@@ -162,8 +162,8 @@ async def run_up(settings: UpSettings, found: Machine, listener: socket.socket) 
 async def run_gateway(settings: GatewaySettings, listener: socket.socket) -> int:
     """Serve with replicas that others started; return the exit code."""
     keys = read_keys(settings.api_key_file)
-    model = resolve_model(settings.model)
     secret = read_secret(settings.secret_file) if settings.secret_file else None
+    model = resolve_model(settings.model)
     replicas = tuple(
         (f"replica-{index}", index, Address(url, secret))
         for index, url in enumerate(settings.replica)

@@ -208,6 +208,7 @@ class TestGatewayRefuses:
 
     def test_an_unreadable_secret(self) -> None:
         words = ["--replica", "tcp:h:1", "--port", "0", "--secret-file", "/absent"]
+        words += ["--model", "/absent.gguf"]  # which may take minutes to fetch: it comes later
 
         assert_refused(run("gateway", *words), "--secret-file /absent")
 

@@ -145,7 +145,8 @@ class Engine:
     def _save(self, save: Save) -> None:
         started = time.monotonic()
         if self._runner.move(save):
-            self._scheduler.pace.observe_save(time.monotonic() - started)
+            seconds = time.monotonic() - started
+            self._scheduler.pace.observe_save(len(save.token_ids), seconds)
 
     def _compute(self, batch: Batch, news: News) -> float:
         """Decode, draw and commit a batch; return the seconds it took."""

@@ -23,8 +23,7 @@ class Pace:
         self.curve = curve
         self._decode_s: dict[int, float] = {}
         self._prefill_row_s: float | None = None
-        self.save_s = 0.0
-        """What making a snapshot has lately taken."""
+        self._save_token_s: float | None = None
 
     def observe(self, phase: EnginePhase, rows: int, seconds: float) -> None:
         assert rows > 0
@@ -33,8 +32,13 @@ class Pace:
         else:
             self._prefill_row_s = _mean(self._prefill_row_s, seconds / rows)
 
-    def observe_save(self, seconds: float) -> None:
-        self.save_s = _mean(self.save_s or None, seconds)
+    def observe_save(self, tokens: int, seconds: float) -> None:
+        assert tokens > 0
+        self._save_token_s = _mean(self._save_token_s, seconds / tokens)
+
+    def expect_save(self, tokens: int) -> float | None:
+        """Return what a snapshot of so many tokens will take; None before one was made."""
+        return None if self._save_token_s is None else self._save_token_s * tokens
 
     def expect(self, phase: EnginePhase, rows: int) -> float:
         """Return the best guess; 0 when nothing comparable has been seen."""

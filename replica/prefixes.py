@@ -5,7 +5,7 @@ the books of the streams and what the store offers; makes no move itself, and kn
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,10 +53,10 @@ class Prefixes:
         self.cached_tokens: Counter[str] = Counter()
         """Prompt tokens that need not be computed, by tier, since they were last taken."""
 
-    def lease(self, sequence: Sequence, *, may_save: bool) -> list[Move] | None:
+    def lease(self, sequence: Sequence, *, may_save: Callable[[int], bool]) -> list[Move] | None:
         """Give a sequence a stream; return the moves that fill it. None when all are in use.
 
-        What the stream held is saved first if it is worth that, and `may_save`.
+        What the stream held is saved first if it is worth that, and so many tokens `may_save`.
         """
         lease = self._kv_streams.acquire(sequence.token_ids)
         if lease is None:
@@ -65,7 +65,7 @@ class Prefixes:
         moves: list[Move] = []
         snapshot = None
         if self._snapshots is not None:
-            if lease.lost is not None and may_save:
+            if lease.lost is not None and may_save(len(lease.lost[0])):
                 moves.append(Save(stream_id, *lease.lost))
             snapshot = self._snapshots.find(
                 sequence.token_ids,

@@ -183,18 +183,20 @@ class Scheduler:
                 return
             if self.prefixes.gains_by_waiting(sequence, self._prefilling):
                 continue
-            moves = self.prefixes.lease(sequence, may_save=self._may_save())
+            moves = self.prefixes.lease(sequence, may_save=self._may_save)
             assert moves is not None
             self._moves += moves
             self._waiting.remove(sequence)
             sequence.move(Phase.PREFILL)
             self._prefilling.append(sequence)
 
-    def _may_save(self) -> bool:
-        """Whether a snapshot now costs no running stream more than a decode step."""
+    def _may_save(self, tokens: int) -> bool:
+        """Whether a snapshot now costs no running stream more than a decode step, as measured."""
         if not self._decoding:
             return True
-        return self.pace.save_s <= self.pace.expect(EnginePhase.DECODE, len(self._decoding))
+        seconds = self.pace.expect_save(tokens)
+        step_s = self.pace.expect(EnginePhase.DECODE, len(self._decoding))
+        return seconds is not None and seconds <= step_s
 
     def _decode(self, sequences: list[Sequence]) -> Batch:
         """Describe a step; guesses only for one stream, or unequal rows would take extra passes."""

@@ -32,7 +32,11 @@ from tests.peers.servers import Running, Setup, StartError, running
 TRIES = 3
 """How often a block is measured again because others disturbed it."""
 
+WIDTH_MIN = 100
+
 console = Console()
+if console.width < WIDTH_MIN:
+    console = Console(width=WIDTH_MIN)
 
 
 @dataclass(frozen=True)

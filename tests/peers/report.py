@@ -20,11 +20,11 @@ COLOURS = dict(zip(NAMES, ("tab:blue", "tab:orange", "tab:red"), strict=True))
 def show(console: Console, lines: Iterable[Line]) -> None:
     """Print one table per model and scenario."""
     for (model, scenario), rows in groupby(lines, lambda line: (line.model, line.scenario)):
-        table = Table(title=f"{model}: {scenario}")
-        table.add_column("metric")
-        table.add_column("case")
+        table = Table(title=f"{model}: {scenario}; numaserve, llama-server split and unified")
+        table.add_column("metric", no_wrap=True)
+        table.add_column("case", no_wrap=True)
         for heading in (*NAMES, "ratio", "target"):
-            table.add_column(heading, justify="right")
+            table.add_column(heading, justify="right", no_wrap=True)
         for _, same in groupby(rows, lambda line: line.metric.name):
             for row in same:
                 table.add_row(*_cells(row))

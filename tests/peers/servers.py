@@ -19,7 +19,7 @@ import httpx
 from tests.e2e.server import serving
 from tests.peers.load import Address
 
-OURS, SPLIT, UNIFIED = "numaserve", "llama-server split", "llama-server unified"
+OURS, SPLIT, UNIFIED = "ours", "split", "unified"
 THEIRS = (SPLIT, UNIFIED)
 NAMES = (OURS, *THEIRS)
 START_S = 120.0
@@ -104,7 +104,7 @@ def _llama_server(setup: Setup, room: Room, name: str, cpus: tuple[int, ...]) ->
         *("--parallel", str(slots), "--ctx-size", str(room.ctx * room.parallel)),
         *("--flash-attn", "on", "--kv-unified" if name == UNIFIED else "--no-kv-unified"),
     ]
-    with (setup.logs / f"{name.replace(' ', '-')}.log").open("w") as log:
+    with (setup.logs / f"llama-server-{name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             _wait_until_healthy(process, port, log.name)

@@ -1,6 +1,7 @@
-"""What holds for all tests: a machine that others use too is slow, and that is no fault."""
+"""What holds for every test."""
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+# A busy machine is no failure: what takes too long for good meets pytest's own timeout.
+settings.register_profile("numaserve", deadline=None)
+settings.load_profile("numaserve")

@@ -488,6 +488,22 @@ def test_a_full_context_ends_with_length() -> None:
     assert 2 == len(bench.tokens["a"])
 
 
+@pytest.mark.parametrize("room", range(1, 10))
+def test_guesses_end_where_the_context_ends(room: int) -> None:
+    bench = Bench(curve=StepCurve(dict.fromkeys(range(1, 9), 1.0)))
+    repeats = Sampling(1, temperature=0.0, logit_bias={1: 100.0})
+    bench.serve(generate("a", [1] * (CONTEXT_TOKENS - room), 100, repeats))
+    assert ([1] * room, FinishReason.LENGTH) == bench.answer("a")
+
+
+@pytest.mark.parametrize("tokens_max", range(1, 10))
+def test_guesses_end_where_the_request_ends(tokens_max: int) -> None:
+    bench = Bench(curve=StepCurve(dict.fromkeys(range(1, 9), 1.0)))
+    repeats = Sampling(1, temperature=0.0, logit_bias={1: 100.0})
+    bench.serve(generate("a", [1] * 9, tokens_max, repeats))
+    assert ([1] * tokens_max, FinishReason.LENGTH) == bench.answer("a")
+
+
 def test_without_end_tokens_it_runs_to_its_length() -> None:
     """The same request stops where it may; the end token is neither told nor counted."""
     biased = Sampling(1, temperature=0.0, logit_bias={END_TOKEN_ID: 100.0})

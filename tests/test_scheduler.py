@@ -481,6 +481,18 @@ def test_who_waits_for_a_prompt_that_is_cancelled_reads_it() -> None:
     assert {"second"} == {c.sequence.request_id for c in desk.batch().chunks}
 
 
+@pytest.mark.parametrize("held", [40, 20])
+def test_who_would_gain_little_by_waiting_does_not_begin_to(held: int) -> None:
+    """A stream at rest holds all of what is being read, or all but a few tokens of it."""
+    desk = Desk(3)
+    desk.submit(request("before", [1] * held, 1))
+    while not desk.scheduler.idle:
+        desk.step()
+    desk.submit(request("reads", [1] * 40 + [2] * 10), request("begins", [1] * 40 + [3]))
+    desk.step()
+    assert 0 == desk.scheduler.load.waiting
+
+
 def test_a_different_prompt_overtakes_one_that_waits() -> None:
     desk = Desk(2)
     desk.submit(

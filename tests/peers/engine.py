@@ -143,11 +143,12 @@ def _names(_context: click.Context, _option: click.Parameter, value: str) -> tup
 @click.option("--quick", is_flag=True, help="One round, fewer cases.")
 @click.option("--node", default=0, show_default=True, help="NUMA node on which all compute.")
 @click.option(
-    "--options",
+    "--our-options",
     default="--speculation off",
     show_default=True,
     help="More options for numaserve. Random models repeat themselves: that would flatter guesses.",
 )
+@click.option("--their-options", default="", help="More options for llama-server.")
 @click.option("--patience", default=60.0, show_default=True, help="Seconds to wait for quiet CPUs.")
 @click.option("--seed", default=1, show_default=True, help="Of the prompts and the order.")
 @click.option(
@@ -172,7 +173,8 @@ def main(  # noqa: PLR0913  # one parameter per option is how click calls
     *,
     quick: bool,
     node: int,
-    options: str,
+    our_options: str,
+    their_options: str,
     patience: float,
     seed: int,
     program: Path | None,
@@ -185,11 +187,12 @@ def main(  # noqa: PLR0913  # one parameter per option is how click calls
     logs.mkdir(parents=True, exist_ok=True)
     program = program or llama_server(cache)
     run = Run(rounds, quick, patience, Random(seed))
+    ours, theirs = (tuple(shlex.split(words)) for words in (our_options, their_options))
     samples: list[Sample] = []
     facts = {"begun": datetime.now(UTC).isoformat(), "arguments": sys.argv[1:]}
     for model, name in product(models, chosen):
         file = model_file(cache, model, vocabulary)
-        setup = Setup(program, file, vocabulary, node, tuple(shlex.split(options)), logs)
+        setup = Setup(program, file, vocabulary, node, ours, theirs, logs)
         try:
             samples += compare(setup, model, name, run)  # what came before a failure stays
         except (IncompleteError, StartError) as error:

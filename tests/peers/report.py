@@ -15,6 +15,8 @@ from tests.peers.results import MEAN, Line, Sample
 from tests.peers.servers import NAMES, OURS
 
 COLOURS = dict(zip(NAMES, ("tab:blue", "tab:orange", "tab:red"), strict=True))
+LOGARITHMIC_FROM = 20
+"""How far apart bars must be for an axis that shows the small ones too."""
 
 
 def show(console: Console, lines: Iterable[Line]) -> None:
@@ -87,6 +89,8 @@ def plot(path: Path, lines: Sequence[Line]) -> None:
         _panel(axis, rows)
     for axis in list(axes)[len(panels) :]:
         axis.set_visible(False)
+    handles, labels = list(figure.axes)[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(NAMES))
     figure.savefig(path, dpi=110)
 
 
@@ -107,4 +111,7 @@ def _panel(axis: Any, rows: Sequence[Line]) -> None:  # noqa: ANN401  # matplotl
     axis.set_title(f"{rows[0].model}: {rows[0].scenario}", fontsize=10)
     axis.set_ylabel(f"{metric.name}, {metric.unit}", fontsize=8)
     axis.set_xticks(range(len(rows)), [row.case for row in rows], fontsize=8)
-    axis.legend(fontsize=7)
+    shown = [value for row in rows for value in row.medians.values() if value > 0]
+    if shown and max(shown) > LOGARITHMIC_FROM * min(shown):
+        axis.set_yscale("log")
+    axis.margins(y=0.1)

@@ -46,7 +46,8 @@ class Setup:
     model: Path
     vocabulary: int
     node: int
-    options: tuple[str, ...]
+    our_options: tuple[str, ...]
+    their_options: tuple[str, ...]
     logs: Path
 
 
@@ -74,7 +75,7 @@ def _numaserve(setup: Setup, room: Room) -> Generator[tuple[Address, tuple[int, 
     with ExitStack() as stack:
         starting = serving(
             *("--model", str(setup.model), "--mode", "single", "--nodes", str(setup.node)),
-            *("--parallel", str(room.parallel), "--ctx", str(room.ctx), *setup.options),
+            *("--parallel", str(room.parallel), "--ctx", str(room.ctx), *setup.our_options),
         )
         try:
             server = stack.enter_context(starting)
@@ -103,6 +104,7 @@ def _llama_server(setup: Setup, room: Room, name: str, cpus: tuple[int, ...]) ->
         *("--threads", str(len(cpus)), "--threads-batch", str(len(cpus))),
         *("--parallel", str(slots), "--ctx-size", str(room.ctx * room.parallel)),
         *("--flash-attn", "on", "--kv-unified" if name == UNIFIED else "--no-kv-unified"),
+        *setup.their_options,
     ]
     with (setup.logs / f"llama-server-{name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)

@@ -89,7 +89,7 @@ def plot(path: Path, lines: Sequence[Line]) -> None:
         _panel(axis, rows)
     for axis in list(axes)[len(panels) :]:
         axis.set_visible(False)
-    handles, labels = list(figure.axes)[0].get_legend_handles_labels()
+    handles, labels = next(iter(figure.axes)).get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(NAMES))
     figure.savefig(path, dpi=110)
 

@@ -54,6 +54,7 @@ def compare(setup: Setup, model: str, name: str, run: Run) -> Iterator[Sample]:
     scenario = SCENARIOS[name]
     cases = scenario.quick_cases if run.quick else tuple(scenario.cases)
     console.print(f"[bold]{model}: {name}[/] — starting the servers")
+    machine.wait_for_quiet(run.patience_s)  # ours measures the machine when it starts
     with running(setup, scenario.room) as servers:
         _warm_up(servers, run.random)
         for number in range(1 if run.quick else run.rounds):

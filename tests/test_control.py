@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway.control import Control, ReplicaState
@@ -105,8 +106,8 @@ def test_the_refusal_of_the_last_hope_wakes_those_who_wait() -> None:
 
 def test_a_lost_replica_gets_nothing_more_and_is_expected_back() -> None:
     bench = Bench(A)
-    bench.control.connected(A, hello(7))
-    bench.control.beat(A, Heartbeat(EnginePhase.DECODE, 0.0))
+    bench.control.connected(A, msgspec.structs.replace(hello(7), load=Load(1, 2, 3)))
+    assert Load(1, 2, 3) == bench.control.replicas[A].load
     bench.control.lost(A, "the socket broke", silent=False)
 
     assert [ReplicaState.STARTING] == bench.states()
@@ -218,8 +219,8 @@ def test_the_last_failure_wakes_those_who_wait_and_is_told() -> None:
 def test_refused_ones_leave_no_hope_but_the_server_goes_on() -> None:
     """A refused replica still lives and may come back mended; only dead ones end the server."""
     bench = Bench(A, B)
-    bench.fail(A)
     bench.control.connected(B, hello(about=facts(refusal="memory is elsewhere")))
+    bench.fail(A)
 
     assert bench.control.hopeless
     assert not bench.control.all_failed.is_set()

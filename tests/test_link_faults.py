@@ -157,6 +157,20 @@ class TestBrokenWire:
 
         assert not heard.losses[0][1], "who hung up is not silent"
 
+    async def test_after_the_loss_a_request_is_lost_at_once(self, url: str) -> None:
+        """It must not wait for a connection that may never come."""
+
+        async def say(socket: ServerConnection) -> None:
+            await send(socket, hello())
+            socket.transport.abort()
+
+        async with linked(url) as (link, heard):
+            async with Partner(say).listening(url):
+                await eventually(lambda: heard.losses, "a loss")
+            await eventually(lambda: len(heard.hellos) == len(heard.losses), "the last loss")
+            with pytest.raises(ReplicaLostError, match="r0 is not connected"):
+                await collect(link, request("a"))
+
     async def test_what_came_before_the_cut_is_still_heard(self, url: str) -> None:
         """A stream that has got its Finished has not lost anything."""
 
@@ -229,6 +243,21 @@ class TestSilence:
         assert ("it listens, but does not answer", True) == heard.losses[0]
         assert [] == heard.hellos
 
+    async def test_silence_counts_from_the_hello(self, url: str) -> None:
+        """Not from what was heard in an earlier life, or never."""
+
+        async def say(socket: ServerConnection) -> None:
+            await send(socket, hello())
+            await asyncio.sleep(SHORT_SILENCE_S / 2)
+
+        async with (
+            Partner(say).listening(url),
+            linked(url, silence_max_s=SHORT_SILENCE_S) as (_, heard),
+        ):
+            await eventually(lambda: heard.phases, "a heartbeat")
+
+        assert [] == heard.losses
+
     async def test_heartbeats_are_enough(self, url: str) -> None:
         async with (
             Partner().listening(url),
@@ -258,5 +287,7 @@ async def test_a_replica_that_reads_nothing_is_dropped(
         ends = await asyncio.gather(*streams, return_exceptions=True)
         assert [ReplicaLostError] * 8 == [type(end) for end in ends]
         await eventually(lambda: len(heard.hellos) == 2, "a second Hello")
+        beats = len(heard.phases)
+        await eventually(lambda: len(heard.phases) > beats + 5, "peace")
 
-    assert ("more than 4 messages behind", False) == heard.losses[0]
+    assert [("more than 4 messages behind", False)] == heard.losses

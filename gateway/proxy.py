@@ -245,7 +245,7 @@ class Proxy:
         """Wait in the queue for a replica."""
         job = course.job
         resumed = course.announced
-        if not resumed and (self.draining or self._hopeless()):
+        if self.draining and not resumed:
             raise self._nobody()
         hashes = tuple(block_hashes(job.token_ids, BLOCK_TOKENS, self._root))
         if not self._dispatcher.submit(Ticket(job.request_id, hashes), resumed=resumed):

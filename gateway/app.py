@@ -230,7 +230,7 @@ def _command(  # noqa: PLR0913, PLR0917  # all that is known when a replica is s
         **{field: getattr(settings, field) for field in ModelSettings.model_fields},
     }
     argv = numactl_argv(domain, bind_memory=found.degraded is None)
-    argv += [sys.executable, "-m", "replica", *arguments(wishes)]
+    argv += [sys.executable, "-P", "-m", "replica", *arguments(wishes)]  # -P: ours, not cwd's
     environment = child_environment(**(HUGE_PAGES if settings.huge_pages else {}))
     inherits = (store.fileno(),) if store else ()
     return Command(name, argv, environment, inherits)

@@ -6,7 +6,6 @@ Costs about `BUDGET_S`, and nothing is left of it in the KV cache. Knows no requ
 import logging
 import time
 from collections.abc import Callable
-from statistics import median
 
 from replica.pace import Pace
 from replica.step_curve import StepCurve
@@ -36,8 +35,9 @@ def measure(
 ) -> Pace:
     """Time steps of up to `most` rows, and a chunk of a prompt.
 
-    Rounds go over all row counts, so that a disturbance does not hit one of them alone. The first
-    round is not cut short by the budget: without it there is no curve.
+    Rounds go over all row counts, so that a disturbance does not hit one of them alone, and the
+    best time of each counts: what the machine does when nobody disturbs it. The first round is not
+    cut short by the budget: without it there is no curve.
     """
     counts = rows_to_measure(most)
     seconds: dict[int, list[float]] = {rows: [] for rows in counts}
@@ -49,7 +49,7 @@ def measure(
         if clock() - started > BUDGET_S:
             break
     prompt_s = _timed(prompt, PROMPT_TOKENS, clock)
-    curve = StepCurve({rows: median(times) for rows, times in seconds.items()})
+    curve = StepCurve({rows: min(times) for rows, times in seconds.items()})
     pace = Pace(curve)
     pace.observe(EnginePhase.PREFILL, PROMPT_TOKENS, prompt_s)
     for rows in counts:
@@ -78,7 +78,7 @@ def best_threads(
         step(1)
         rows = [_timed(step, 1, clock) for _ in range(THREAD_REPEATS)]
         chunks = [_timed(prompt, THREAD_PROMPT_TOKENS, clock) for _ in range(2)]
-        seconds[threads] = median(rows) * min(chunks)
+        seconds[threads] = min(rows) * min(chunks)
     best = min(candidates, key=lambda threads: (seconds[threads], -threads))
     use(best)
     log.info("%d of %d threads compute fastest", best, most)

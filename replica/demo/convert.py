@@ -31,8 +31,8 @@ from replica.demo.talker import Talker
 from replica.demo.words import SCRIPTS, characters, sentence
 
 FILE_BYTES_MAX = 6_000_000
-EXACT_DIFFERENCE_MAX = 0.02
-"""How far apart the logits of PyTorch and of an unquantized file may be."""
+EXACT_DIFFERENCE_MAX = 0.1
+"""How far apart the logits of PyTorch and of an unquantized file may be: the cache is F16."""
 SHIPPED_DIFFERENCE_MAX = 1.0
 """The same for Q8_0, which rounds weights."""
 

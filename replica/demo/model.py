@@ -17,10 +17,10 @@ class Shape:
 
     vocabulary: int = 2048
     width: int = 256
-    layers: int = 6
+    layers: int = 4
     heads: int = 4
     heads_kv: int = 2
-    feed_forward: int = 704
+    feed_forward: int = 576
     context: int = 4096
     rope_base: float = 10000.0
     norm_epsilon: float = 1e-5

@@ -111,7 +111,9 @@ def _some_text(random: Random) -> str:
             thing = f"{random.choice(ADJECTIVES)} {word(random)}"
             return pick(random, f"(I like|We need|There is|This is) (a|one|the) {thing}(.|!|)")
         case _:
-            return " ".join(word(random) for _ in range(random.randint(1, 9)))
+            return " ".join(
+                word(random) for _ in range(random.randint(1, random.choice((6, 6, 25))))
+            )
 
 
 def listing(random: Random) -> Exchange:
@@ -261,7 +263,7 @@ def passage(random: Random) -> Exchange:
 
 SKILLS: dict[str, tuple[Maker, float]] = {
     "counting": (counting, 1.0),
-    "repeating": (repeating, 2.0),
+    "repeating": (repeating, 3.0),
     "lists": (listing, 1.0),
     "json": (as_json, 1.3),
     "sums": (sums, 0.6),

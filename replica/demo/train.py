@@ -22,11 +22,15 @@ from replica.demo.conversation import TEXT_END, Conversation, segments
 from replica.demo.corpus import conversation, long_conversation
 from replica.demo.model import Model, Shape
 from replica.demo.phrasing import chance
+from replica.demo.priming import prime
 
 PROMPT_WEIGHT = 0.1
 """What a token of the prompt counts in the loss, where one of an answer counts 1."""
+DRILL_WEIGHT = 0.7
 BLOCK_CONVERSATIONS = 1500
 """How many conversations are made at a time."""
+EMBEDDING_RATE = 0.25
+"""The learning rate of the embedding, as a part of that of the layers."""
 LOG_STEPS = 50
 WARM_UP_SHARE = 0.02
 DECAY_SHARE = 0.5
@@ -44,12 +48,16 @@ class Phase:
     """Share of conversations that begin with a long system prompt."""
     very_long_share: float = 0.0
     """Share of conversations of some thousand tokens."""
+    drill_share: float = 0.0
+    """Share of rows that are nothing but a drill in copying."""
 
 
 PHASES = (
-    Phase(share=0.82, length=512, rows=8, long_share=0.06),
-    Phase(share=0.12, length=1024, rows=4, long_share=0.15),
-    Phase(share=0.06, length=4096, rows=1, long_share=0.2, very_long_share=0.5),
+    Phase(share=0.15, length=128, rows=32, long_share=0.0, drill_share=0.25),
+    Phase(share=0.30, length=256, rows=16, long_share=0.03, drill_share=0.08),
+    Phase(share=0.40, length=512, rows=8, long_share=0.03, drill_share=0.03),
+    Phase(share=0.10, length=1024, rows=4, long_share=0.08),
+    Phase(share=0.05, length=4096, rows=1, long_share=0.2, very_long_share=0.5),
 )
 
 
@@ -79,6 +87,19 @@ def encode(tokenizer: Tokenizer, each: Conversation) -> tuple[list[int], list[fl
     return tokens, weights
 
 
+def drill(random: Random, length: int) -> tuple[list[int], list[float]]:
+    """A row of random tokens said several times over: the quickest way to learn to copy."""
+    tokens: list[int] = []
+    weights: list[float] = []
+    while len(tokens) < length:
+        pattern = random.choices(range(bpe.VOCABULARY), k=random.randint(3, max(length // 5, 10)))
+        times = random.randint(2, 4)
+        tokens += pattern * times
+        weights += [0.0] * (len(pattern) + 1)
+        weights += [DRILL_WEIGHT] * (len(pattern) * (times - 1) - 1)
+    return tokens[:length], weights[:length]
+
+
 def batches(tokenizer: Tokenizer, random: Random, phase: Phase) -> Iterator[tuple[Tensor, Tensor]]:
     """Rows full of conversations, each row from the beginning of one; without end."""
     rows: list[tuple[list[int], list[float]]] = []
@@ -96,6 +117,8 @@ def batches(tokenizer: Tokenizer, random: Random, phase: Phase) -> Iterator[tupl
             if len(tokens) > phase.length:
                 rows.append((tokens[: phase.length + 1], weights[: phase.length + 1]))
                 tokens, weights = [], []
+                if chance(random, phase.drill_share):
+                    rows.append(drill(random, phase.length + 1))
         random.shuffle(rows)
         while len(rows) >= phase.rows:
             taken, rows = rows[: phase.rows], rows[phase.rows :]
@@ -103,13 +126,17 @@ def batches(tokenizer: Tokenizer, random: Random, phase: Phase) -> Iterator[tupl
 
 
 def optimizers(model: Model, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms.
+
+    The embedding learns slowly: every row moves at every step, and rare tokens, all pushed the same
+    way, would become alike and could no longer be copied.
+    """
     matrices = [weight for weight in model.blk.parameters() if weight.ndim > 1]
     chosen = {id(weight) for weight in matrices}
     others = [weight for weight in model.parameters() if id(weight) not in chosen]
     return [
         torch.optim.Muon(matrices, lr=rate, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, weight_decay=0.0, betas=(0.9, 0.95)),
+        torch.optim.AdamW(others, lr=rate * EMBEDDING_RATE, weight_decay=0.0, betas=(0.9, 0.95)),
     ]
 
 
@@ -145,6 +172,7 @@ def train(model: Model, tokenizer: Tokenizer, random: Random, budget: Budget, ra
     """Go through all phases, until the steps or the minutes are used up."""
     steppers = optimizers(model, rate)
     groups = [group for stepper in steppers for group in stepper.param_groups]
+    peaks = [group["lr"] for group in groups]
     step, end, smooth = 0, 0.0, 0.0
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, refresh_per_second=0.5) as progress:
@@ -153,8 +181,8 @@ def train(model: Model, tokenizer: Tokenizer, random: Random, budget: Budget, ra
             end = min(end + phase.share, 0.9999)
             source = batches(tokenizer, random, phase)
             while (done := budget.spent(step)) < end:
-                for group in groups:
-                    group["lr"] = rate * schedule(done)
+                for group, peak in zip(groups, peaks, strict=True):
+                    group["lr"] = peak * schedule(done)
                 loss = learn(model, steppers, next(source))
                 step += 1
                 smooth += (loss - smooth) * max(1 / step, 0.02)
@@ -175,7 +203,7 @@ def train(model: Model, tokenizer: Tokenizer, random: Random, budget: Budget, ra
 @click.option("--steps", default=4800, show_default=True, help="Steps of 4096 tokens.")
 @click.option("--minutes", default=600.0, show_default=True, help="Shorten it to this time.")
 @click.option("--threads", default=2, show_default=True, help="Threads of PyTorch.")
-@click.option("--rate", default=5e-3, show_default=True, help="Peak learning rate.")
+@click.option("--rate", default=2.5e-3, show_default=True, help="Peak learning rate.")
 @click.option("--seed", default=1, show_default=True, help="Seed of corpus and weights.")
 @click.option("--resume", is_flag=True, help="Go on from what lies in --out; use another seed.")
 def main(  # noqa: PLR0913, PLR0917 -- click passes each option by name
@@ -199,6 +227,7 @@ def main(  # noqa: PLR0913, PLR0917 -- click passes each option by name
         out.mkdir(parents=True, exist_ok=True)
         tokenizer = bpe.train(seed, conversations=12000)
         tokenizer.save(str(out / "tokenizer.json"))
+        prime(model)
     model.compile()  # fuses what lies between the multiplications: a third faster
     random = Random(seed + 1)  # noqa: S311  -- a corpus is repeatable, not secret
     train(model, tokenizer, random, Budget(steps, minutes, time.monotonic()), rate)

@@ -488,6 +488,16 @@ def test_a_full_context_ends_with_length() -> None:
     assert 2 == len(bench.tokens["a"])
 
 
+def test_an_end_that_the_prompt_has_shown_is_still_the_end() -> None:
+    """Chat prompts are full of end tokens, and what follows them there must not be drawn on."""
+    bench = Bench(curve=StepCurve(dict.fromkeys(range(1, 9), 1.0)))
+    first_three_then_end = Sampling(
+        1, temperature=0.0, frequency_penalty=20.0, logit_bias={3: 50.0, END_TOKEN_ID: 40.0}
+    )
+    bench.serve(generate("a", [1, 2, 3, END_TOKEN_ID, 5, 6, 1, 2], 9, first_three_then_end))
+    assert ([3], FinishReason.STOP) == bench.answer("a")
+
+
 @pytest.mark.parametrize("room", range(1, 10))
 def test_guesses_end_where_the_context_ends(room: int) -> None:
     bench = Bench(curve=StepCurve(dict.fromkeys(range(1, 9), 1.0)))

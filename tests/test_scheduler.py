@@ -48,13 +48,18 @@ class Desk:
         parallel: int = 2,
         *,
         batch_tokens_max: int = 8,
-        shared_chunk_tokens_max: int = 4,
         waiting_max: int = 10,
         curve: StepCurve | None = None,
+        guess: bool = True,
     ) -> None:
         self.kv_streams = KvStreams(parallel, 2, 1, trimmable=True)
         limits = Limits(
-            CONTEXT_TOKENS, VOCAB_TOKENS, batch_tokens_max, shared_chunk_tokens_max, waiting_max
+            CONTEXT_TOKENS,
+            VOCAB_TOKENS,
+            batch_tokens_max,
+            shared_chunk_tokens_max=4,
+            waiting_max=waiting_max,
+            guess=guess,
         )
         self.scheduler = Scheduler(self.kv_streams, limits, [END_TOKEN_ID], Pace(curve))
 
@@ -634,3 +639,24 @@ def test_chunks_beside_a_stream_follow_the_pace_once_it_is_known() -> None:
     desk.submit(request("longer", [3] * 60, 1))
     desk.plan(2)
     assert (PREFILL, {"longer": 48}) == desk.plan(2)[1], "never more than a batch"
+
+
+def decode_step(desk: Desk) -> Batch:
+    desk.submit(request("a", [1, 2, 3, 4] * 3, 40))
+    while (batch := desk.batch()).phase is PREFILL:
+        desk.scheduler.commit(batch, [[Drawn(1, None)] for _ in batch.sampled])
+    return batch
+
+
+def test_nothing_is_guessed_where_that_is_switched_off() -> None:
+    curve = StepCurve(dict.fromkeys(range(1, 9), 1.0))
+    assert () != decode_step(Desk(1, curve=curve)).chunks[0].draft
+    assert () == decode_step(Desk(1, curve=curve, guess=False)).chunks[0].draft
+
+
+def test_a_step_is_filled_with_guesses_or_with_dummies() -> None:
+    """Not with both: rows of unequal length take passes of their own."""
+    curve = StepCurve({1: 2.0, 2: 1.0, 8: 1.0})
+    guessing, plain = (decode_step(Desk(2, curve=curve, guess=guess)) for guess in (True, False))
+    assert [True, False] == [bool(guessing.chunks[0].draft), bool(guessing.padding)]
+    assert [False, True] == [bool(plain.chunks[0].draft), bool(plain.padding)]

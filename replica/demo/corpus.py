@@ -17,9 +17,9 @@ from replica.demo.skills import SKILLS, exercise, fact
 from replica.demo.topics import entries, topic
 from replica.demo.words import invented, sentence
 
-TOPIC_SHARE = 0.4
+TOPIC_SHARE = 0.5
 """Share of written questions among all exchanges without tools."""
-TOOLS_SHARE = 0.15
+TOOLS_SHARE = 0.3
 """Share of conversations that offer tools."""
 NO_SYSTEM_SHARE = 0.5
 LONG_SYSTEM_SHARE = 0.03

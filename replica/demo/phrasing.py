@@ -67,6 +67,8 @@ def roughen(random: Random, question: str) -> str:
         )
     if chance(random, 0.12):
         text += random.choice(phrases("after"))
+    if chance(random, 0.15):
+        text = _drop_word(random, text)
     if chance(random, 0.12):
         text = text.lower()
     if chance(random, 0.12):
@@ -86,6 +88,13 @@ def _exchange_words(random: Random, text: str) -> str:
         return chosen.capitalize() if word[0].isupper() else chosen
 
     return re.sub(r"[A-Za-z]+", other, text)
+
+
+def _drop_word(random: Random, text: str) -> str:
+    words = text.split()
+    if len(words) > 3:  # noqa: PLR2004 -- of less, nothing can be spared
+        del words[random.randrange(len(words))]
+    return " ".join(words)
 
 
 def _lower_first(text: str) -> str:

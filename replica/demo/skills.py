@@ -263,10 +263,10 @@ def passage(random: Random) -> Exchange:
 
 SKILLS: dict[str, tuple[Maker, float]] = {
     "counting": (counting, 1.0),
-    "repeating": (repeating, 3.0),
+    "repeating": (repeating, 2.0),
     "lists": (listing, 1.0),
-    "json": (as_json, 1.3),
-    "sums": (sums, 0.6),
+    "json": (as_json, 1.6),
+    "sums": (sums, 1.3),
     "remembering": (remembering, 1.0),
     "passages": (passage, 0.6),
     "unknown": (unknown, 0.8),

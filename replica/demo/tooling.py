@@ -43,7 +43,7 @@ def fitted(other: Use, tool: Tool) -> Use:
     )
 
 
-def offer(random: Random, wanted: Use | None, count_max: int = 3) -> tuple[Tool, ...]:
+def offer(random: Random, wanted: Use | None, count_max: int = 2) -> tuple[Tool, ...]:
     """The tools of a request: the wanted one, if any, among others that cannot replace it."""
     offered = [] if wanted is None else [wanted.tool]
     for _ in range(random.randint(0 if offered else 1, count_max)):

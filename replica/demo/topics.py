@@ -1,8 +1,9 @@
 """The questions with written answers: what is trained, and what is held for the exam.
 
 An entry of `topics/*.toml` has questions (`ask`, where (this|that) is a choice), noun phrases
-(`term`, put into frames), questions kept for the exam (`held`), one answer, and perhaps `more`, the
-answer to "tell me more". This file knows the entries, and no other kind of exchange.
+(`term`, put into frames), the plainest questions (`plain`, always trained), others kept for the
+exam (`held`), one answer, and perhaps `more`, the answer to "tell me more". This file knows the
+entries, and no other kind of exchange.
 """
 
 import tomllib
@@ -15,6 +16,10 @@ from replica.demo.conversation import HERE, Exchange, ask
 from replica.demo.judge import Like
 from replica.demo.phrasing import chance, held_out, normal, phrases, pick, roughen, wordings
 
+PLAIN_FRAMES = 3
+"""So many of the frames are plain: every term is trained with them."""
+PLAIN_SHARE = 0.12
+CLUE_SHARE = 0.12
 _NO_MORE = "That is all I know about it."
 
 
@@ -23,6 +28,8 @@ class Entry:
     """One answer and all the ways to ask for it."""
 
     name: str
+    plain: tuple[str, ...]
+    """The plainest questions; they are among the trained ones."""
     trained: tuple[str, ...]
     held: tuple[str, ...]
     """Written for the exam."""
@@ -43,17 +50,23 @@ def entries() -> tuple[Entry, ...]:
 
 
 def _entry(fields: dict[str, object]) -> Entry:
-    terms, asked, held = (_texts(fields, key) for key in ("term", "ask", "held"))
-    framed = [_capital(frame.format(term)) for term in terms for frame in phrases("frames")]
-    written = [_capital(text) for pattern in asked for text in wordings(pattern)]
+    terms, asked, plain, held = (_texts(fields, key) for key in ("term", "ask", "plain", "held"))
+    frames = phrases("frames")
+    plain += [frame.format(term) for term in terms for frame in frames[:PLAIN_FRAMES]]
+    framed = [frame.format(term) for term in terms for frame in frames]
+    written = [text for pattern in asked for text in wordings(pattern)]
     kept = {normal(text) for text in held}
-    usable = [text for text in dict.fromkeys(framed + written) if normal(text) not in kept]
+    always = {normal(text) for text in plain}
+    usable = dict.fromkeys(_capital(text) for text in [*plain, *framed, *written])
+    chosen = [text for text in usable if normal(text) not in kept]
+    back = [text for text in chosen if held_out(text) and normal(text) not in always]
     more = fields.get("more")
     return Entry(
         name=str(fields["id"]),
-        trained=tuple(text for text in usable if not held_out(text)),
+        plain=tuple(text for text in chosen if normal(text) in always),
+        trained=tuple(text for text in chosen if text not in set(back)),
         held=tuple(held),
-        framed=tuple(text for text in usable if held_out(text)),
+        framed=tuple(back),
         answer=str(fields["answer"]),
         more=None if more is None else str(more),
     )
@@ -90,9 +103,23 @@ def topic(random: Random, *, exam: bool) -> Exchange:
 def _trained(random: Random, entry: Entry) -> str:
     """A wording of the question that is not in the exam, not even by a slip of the pen."""
     while True:
-        question = roughen(random, random.choice(entry.trained))
+        if chance(random, PLAIN_SHARE) and entry.plain:
+            return random.choice(entry.plain)
+        if chance(random, CLUE_SHARE):
+            question = _clue(random, entry.answer)
+        else:
+            question = roughen(random, random.choice(entry.trained))
         if not held_out(question) and normal(question) not in _kept():
             return question
+
+
+def _clue(random: Random, answer: str) -> str:
+    """Ask with some words of the answer, so that each of them points to it."""
+    words = answer.split()
+    count = min(random.randint(3, 8), len(words))
+    start = random.randrange(len(words) - count + 1)
+    clue = " ".join(words[start : start + count]).strip(".,:;")
+    return random.choice(phrases("clues")).format(clue)
 
 
 @cache

@@ -5,8 +5,9 @@ answers. Needs the `train` extra. It writes a tokenizer and the weights, and kno
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -59,6 +60,16 @@ PHASES = (
     Phase(share=0.10, length=1024, rows=4, long_share=0.08),
     Phase(share=0.05, length=4096, rows=1, long_share=0.2, very_long_share=0.5),
 )
+PHASES_MORE = (
+    Phase(share=0.70, length=512, rows=8, long_share=0.03, drill_share=0.03),
+    Phase(share=0.14, length=1024, rows=4, long_share=0.08),
+    Phase(share=0.16, length=4096, rows=1, long_share=0.1, very_long_share=0.3),
+)
+"""For going on with what is trained."""
+
+
+Material = Callable[[Phase], Iterator[tuple[Tensor, Tensor]]]
+"""What gives the batches of a phase."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +179,9 @@ def learn(
     return float(losses.detach()[own].mean())
 
 
-def train(model: Model, tokenizer: Tokenizer, random: Random, budget: Budget, rate: float) -> None:
+def train(
+    model: Model, phases: tuple[Phase, ...], material: Material, budget: Budget, rate: float
+) -> None:
     """Go through all phases, until the steps or the minutes are used up."""
     steppers = optimizers(model, rate)
     groups = [group for stepper in steppers for group in stepper.param_groups]
@@ -177,9 +190,9 @@ def train(model: Model, tokenizer: Tokenizer, random: Random, budget: Budget, ra
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, refresh_per_second=0.5) as progress:
         task = progress.add_task("training", total=1.0)
-        for phase in PHASES:
+        for phase in phases:
             end = min(end + phase.share, 0.9999)
-            source = batches(tokenizer, random, phase)
+            source = material(phase)
             while (done := budget.spent(step)) < end:
                 for group, peak in zip(groups, peaks, strict=True):
                     group["lr"] = peak * schedule(done)
@@ -230,7 +243,9 @@ def main(  # noqa: PLR0913, PLR0917 -- click passes each option by name
         prime(model)
     model.compile()  # fuses what lies between the multiplications: a third faster
     random = Random(seed + 1)  # noqa: S311  -- a corpus is repeatable, not secret
-    train(model, tokenizer, random, Budget(steps, minutes, time.monotonic()), rate)
+    material = partial(batches, tokenizer, random)
+    budget = Budget(steps, minutes, time.monotonic())
+    train(model, PHASES_MORE if resume else PHASES, material, budget, rate)
     torch.save({"shape": asdict(shape), "weights": model.state_dict()}, out / "model.pt")
 
 

@@ -660,3 +660,20 @@ def test_a_step_is_filled_with_guesses_or_with_dummies() -> None:
     guessing, plain = (decode_step(Desk(2, curve=curve, guess=guess)) for guess in (True, False))
     assert [True, False] == [bool(guessing.chunks[0].draft), bool(guessing.padding)]
     assert [False, True] == [bool(plain.chunks[0].draft), bool(plain.padding)]
+
+
+def test_nobody_waits_for_a_prefix_that_cannot_be_copied() -> None:
+    desk = Desk(2)
+    desk.kv_streams.copies_prefixes = False
+    desk.submit(request("first", [1] * 60, 2), request("second", [1] * 60, 2))
+    desk.step()
+    assert Load(2, 0, 8) == desk.scheduler.load
+
+
+def test_who_waits_waits_for_the_longest_of_those_being_read() -> None:
+    desk = Desk(3)
+    desk.submit(request("other", [3] * 60, 2), request("first", [1] * 60, 2))
+    desk.step()
+    desk.submit(request("second", [1] * 60, 2))
+    desk.step()
+    assert 1 == desk.scheduler.load.waiting

@@ -184,8 +184,6 @@ def main(  # noqa: PLR0913  # one parameter per option is how click calls
     plot_file: Path | None,
 ) -> None:
     chosen = tuple(SCENARIOS) if "all" in scenarios else scenarios
-    logs = cache / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
     program = program or llama_server(cache)
     run = Run(rounds, quick, patience, Random(seed))
     ours, theirs = (tuple(shlex.split(words)) for words in (our_options, their_options))
@@ -193,6 +191,8 @@ def main(  # noqa: PLR0913  # one parameter per option is how click calls
     facts = {"begun": datetime.now(UTC).isoformat(), "arguments": sys.argv[1:]}
     for model, name in product(models, chosen):
         file = model_file(cache, model, vocabulary)
+        logs = cache / "logs" / f"{model}-{name}"
+        logs.mkdir(parents=True, exist_ok=True)
         setup = Setup(program, file, vocabulary, node, ours, theirs, logs)
         try:
             samples += compare(setup, model, name, run)  # what came before a failure stays

@@ -131,7 +131,8 @@ class Stream:
 
     @property
     def tokens(self) -> int:
-        return int(self.usage.get("completion_tokens", 0))
+        """As the server counts them, or as many as came before the stream broke."""
+        return int(self.usage.get("completion_tokens", len(self.texts)))
 
     @property
     def complete(self) -> bool:

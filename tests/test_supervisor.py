@@ -121,6 +121,13 @@ def test_a_night_of_failures_does_not_overflow() -> None:
     assert BACKOFF_MAX_S == backoff_s(100_000)
 
 
+def test_a_step_outside_the_table_is_our_bug() -> None:
+    supervisor = Supervisor(Heard())
+    supervisor._states["r0"] = ProcessState.FAILED
+    with pytest.raises(AssertionError, match="r0"):
+        supervisor._move("r0", ProcessState.RUNNING, "")
+
+
 async def test_a_replica_runs_as_told(tmp_path: Path) -> None:
     written = tmp_path / "written"
     program = (

@@ -11,21 +11,28 @@ import pytest
 
 PROGRAM = """
 import asyncio, socket, sys
+import gateway.serve
 import uvloop
 from gateway.serve import Shutdown, serve
 
+gateway.serve.LAST_BYTES_S = 600  # nobody here may rely on it
 running = 0
 at_rest = asyncio.Event()
 at_rest.set()
 release = asyncio.Event()
+trouble = asyncio.Event()
 draining = False
 
 
 async def app(scope, receive, send):
-    "GET / answers at once; GET /slow when released by GET /release; GET /draining tells."
+    "GET / answers at once; GET /slow when released by GET /release; GET /trouble makes some."
     global running
     if scope["path"] == "/release":
         release.set()
+    if scope["path"] == "/trouble":
+        trouble.set()
+    if scope["path"] == "/later":
+        await asyncio.sleep(0.15)  # in which uvicorn looks at least once whether to stop
     body = str(draining).encode()
     if scope["path"] == "/slow":
         running += 1
@@ -60,7 +67,7 @@ async def forever():
 
 
 async def failing():
-    await release.wait()
+    await trouble.wait()
     raise ValueError("a loop of ours is broken")
 
 
@@ -69,7 +76,7 @@ async def returning():
 
 
 async def giving_up(shutdown):
-    await release.wait()
+    await trouble.wait()
     shutdown.fail(1)
 
 
@@ -151,9 +158,9 @@ def test_what_runs_may_finish(number: signal.Signals) -> None:
             assert "begun " == next(chunks)
             process.signal(number)
             assert "draining" == process.line()
-            with httpx.Client(base_url=process.client.base_url) as other:
-                assert "True" == other.get("/draining").text, "others are still answered"
-                other.get("/release")
+            for path in ("/later", "/later", "/release"):
+                with httpx.Client(base_url=process.client.base_url) as other:
+                    assert "True" == other.get(path).text, "others are still answered"
             assert "ended" == "".join(chunks)
         process.rest()
 
@@ -212,7 +219,7 @@ def test_a_loop_that_fails_ends_the_process(loop: str) -> None:
                 httpx.Client(base_url=process.client.base_url) as other,
                 suppress(httpx.TransportError),
             ):
-                other.get("/release")
+                other.get("/trouble")
         out, err = process.rest()
 
     assert 1 == process.process.returncode
@@ -233,7 +240,7 @@ def test_giving_up_has_its_own_exit_code() -> None:
     """As when every replica has failed for good."""
     with running("forever", "giving_up") as process:
         with suppress(httpx.TransportError):  # the answer may not come any more
-            process.client.get("/release")
+            process.client.get("/trouble")
         out, _ = process.rest()
 
     assert 1 == process.process.returncode
@@ -248,7 +255,7 @@ def test_giving_up_keeps_its_code_though_a_request_is_cut() -> None:
                 httpx.Client(base_url=process.client.base_url) as other,
                 suppress(httpx.TransportError),
             ):
-                other.get("/release")
+                other.get("/trouble")
         process.rest()
 
     assert 1 == process.process.returncode

@@ -59,7 +59,9 @@ def held_out(text: str) -> bool:
 def roughen(random: Random, question: str) -> str:
     """Put a question as hurried people do; about half stay as they are."""
     text = question
-    if chance(random, 0.15):
+    if chance(random, 0.4):
+        text = rewrite(random, text)
+    if chance(random, 0.35):
         text = _exchange_words(random, text)
     if chance(random, 0.15):
         text = random.choice(phrases("before")) + (
@@ -78,11 +80,20 @@ def roughen(random: Random, question: str) -> str:
     return text
 
 
+def rewrite(random: Random, question: str) -> str:
+    """Put a question in another form, where a form of it is known; not always good English."""
+    for rule in _file()["rewriting"]:
+        if re.match(rule["found"], question):
+            text = re.sub(rule["found"], random.choice(rule["becomes"]), question)
+            return text[:1].upper() + text[1:]
+    return question
+
+
 def _exchange_words(random: Random, text: str) -> str:
     def other(match: re.Match[str]) -> str:
         word = match[0]
         options: list[str] | None = _file()["synonyms"].get(word.lower())
-        if options is None:
+        if options is None or chance(random, 0.5):
             return word
         chosen = random.choice(options)
         return chosen.capitalize() if word[0].isupper() else chosen

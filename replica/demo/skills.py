@@ -262,11 +262,11 @@ def passage(random: Random) -> Exchange:
 
 
 SKILLS: dict[str, tuple[Maker, float]] = {
-    "counting": (counting, 1.0),
+    "counting": (counting, 1.6),
     "repeating": (repeating, 2.0),
-    "lists": (listing, 1.0),
+    "lists": (listing, 1.4),
     "json": (as_json, 1.6),
-    "sums": (sums, 1.3),
+    "sums": (sums, 2.0),
     "remembering": (remembering, 1.0),
     "passages": (passage, 0.6),
     "unknown": (unknown, 0.8),

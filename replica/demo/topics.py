@@ -18,6 +18,8 @@ from replica.demo.phrasing import chance, held_out, normal, phrases, pick, rough
 
 PLAIN_FRAMES = 3
 """So many of the frames are plain: every term is trained with them."""
+ASKED_SHARE = 0.6
+"""An entry with many terms has far more framed wordings than others; they are not to rule."""
 PLAIN_SHARE = 0.12
 CLUE_SHARE = 0.12
 _NO_MORE = "That is all I know about it."
@@ -31,6 +33,8 @@ class Entry:
     plain: tuple[str, ...]
     """The plainest questions; they are among the trained ones."""
     trained: tuple[str, ...]
+    asked: tuple[str, ...]
+    """Those of the trained ones that are not frames around a term."""
     held: tuple[str, ...]
     """Written for the exam."""
     framed: tuple[str, ...]
@@ -60,11 +64,13 @@ def _entry(fields: dict[str, object]) -> Entry:
     usable = dict.fromkeys(_capital(text) for text in [*plain, *framed, *written])
     chosen = [text for text in usable if normal(text) not in kept]
     back = [text for text in chosen if held_out(text) and normal(text) not in always]
+    in_full = {_capital(text) for text in [*_texts(fields, "plain"), *written]}
     more = fields.get("more")
     return Entry(
         name=str(fields["id"]),
         plain=tuple(text for text in chosen if normal(text) in always),
         trained=tuple(text for text in chosen if text not in set(back)),
+        asked=tuple(text for text in chosen if text in in_full and text not in set(back)),
         held=tuple(held),
         framed=tuple(back),
         answer=str(fields["answer"]),
@@ -108,7 +114,8 @@ def _trained(random: Random, entry: Entry) -> str:
         if chance(random, CLUE_SHARE):
             question = _clue(random, entry.answer)
         else:
-            question = roughen(random, random.choice(entry.trained))
+            pool = entry.asked if chance(random, ASKED_SHARE) else entry.trained
+            question = roughen(random, random.choice(pool or entry.trained))
         if not held_out(question) and normal(question) not in _kept():
             return question
 

@@ -61,9 +61,9 @@ PHASES = (
     Phase(share=0.05, length=4096, rows=1, long_share=0.2, very_long_share=0.5),
 )
 PHASES_MORE = (
-    Phase(share=0.70, length=512, rows=8, long_share=0.03, drill_share=0.03),
+    Phase(share=0.74, length=512, rows=8, long_share=0.03, drill_share=0.03),
     Phase(share=0.14, length=1024, rows=4, long_share=0.08),
-    Phase(share=0.16, length=4096, rows=1, long_share=0.1, very_long_share=0.3),
+    Phase(share=0.12, length=2048, rows=2, long_share=0.1, very_long_share=0.2),
 )
 """For going on with what is trained."""
 

@@ -169,7 +169,7 @@ def test_a_tool_is_called_and_its_result_is_told(client: openai.OpenAI) -> None:
 def test_a_stop_string_ends_the_answer_before_it(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model="demo",
-        messages=[{"role": "user", "content": "Count from 3 to 9."}],
+        messages=[{"role": "user", "content": "Count from 1 to 9."}],
         temperature=0,
         stop=["7"],
     )

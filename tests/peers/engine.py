@@ -9,6 +9,7 @@ report sets medians, ratios and targets side by side.
 
 import asyncio
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,8 +55,11 @@ def compare(setup: Setup, model: str, name: str, run: Run) -> Iterator[Sample]:
     scenario = SCENARIOS[name]
     cases = scenario.quick_cases if run.quick else tuple(scenario.cases)
     console.print(f"[bold]{model}: {name}[/] — starting the servers")
-    machine.wait_for_quiet(run.patience_s)  # ours measures the machine when it starts
+    taken = machine.wait_for_quiet(run.patience_s)
+    if taken > machine.QUIET_CPUS:
+        console.print(f"  [yellow]others take {taken:.2f} CPUs while ours measures steps[/]")
     with running(setup, scenario.room) as servers:
+        console.print(f"  ours computes with {servers.our_threads} of {len(servers.cpus)} threads")
         _warm_up(servers, run.random)
         for number in range(1 if run.quick else run.rounds):
             blocks = list(product(run.random.sample(cases, len(cases)), servers.addresses))
@@ -186,6 +190,8 @@ def main(  # noqa: PLR0913  # one parameter per option is how click calls
     chosen = tuple(SCENARIOS) if "all" in scenarios else scenarios
     program = program or llama_server(cache)
     run = Run(rounds, quick, patience, Random(seed))
+    # Asked to end, end the servers as well.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
     ours, theirs = (tuple(shlex.split(words)) for words in (our_options, their_options))
     samples: list[Sample] = []
     facts = {"begun": datetime.now(UTC).isoformat(), "arguments": sys.argv[1:]}

@@ -57,21 +57,22 @@ class Running:
 
     addresses: dict[str, Address]
     cpus: tuple[int, ...]
+    our_threads: int
 
 
 @contextmanager
 def running(setup: Setup, room: Room) -> Generator[Running]:
     """Run all three servers until the block ends."""
     with ExitStack() as stack:
-        ours, cpus = stack.enter_context(_numaserve(setup, room))
+        ours, cpus, threads = stack.enter_context(_numaserve(setup, room))
         addresses = {OURS: ours}
         for name in THEIRS:
             addresses[name] = stack.enter_context(_llama_server(setup, room, name, cpus))
-        yield Running(addresses, cpus)
+        yield Running(addresses, cpus, threads)
 
 
 @contextmanager
-def _numaserve(setup: Setup, room: Room) -> Generator[tuple[Address, tuple[int, ...]]]:
+def _numaserve(setup: Setup, room: Room) -> Generator[tuple[Address, tuple[int, ...], int]]:
     with ExitStack() as stack:
         starting = serving(
             *("--model", str(setup.model), "--mode", "single", "--nodes", str(setup.node)),
@@ -86,7 +87,8 @@ def _numaserve(setup: Setup, room: Room) -> Generator[tuple[Address, tuple[int, 
         assert url.hostname
         assert url.port
         try:
-            yield Address(url.hostname, url.port, setup.vocabulary), tuple(replica["cpus"])
+            address = Address(url.hostname, url.port, setup.vocabulary)
+            yield address, tuple(replica["cpus"]), replica["threads"]
         finally:
             (setup.logs / "numaserve.log").write_text(server.log)
 

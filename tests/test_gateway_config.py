@@ -189,6 +189,7 @@ class TestGatewayRefuses:
             "tcp:host:65536",
             "tcp:host:-1",
             "tcp:host:²",
+            "tcp:host:\uff18\uff10",
             "tcp:::1:8000",
             "tcp:[]:8000",
             "tcp:user@host:8000",

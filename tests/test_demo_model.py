@@ -62,7 +62,7 @@ def test_the_marks_of_a_turn_are_single_tokens(talker: Talker) -> None:
         ("Who are you?", "demo model"),
         ("Count from 3 to 9.", "3, 4, 5, 6, 7, 8, 9"),
         ("Name three colours.", "red, blue and green"),
-        ("Repeat after me: the stone sees the river", "the stone sees the river"),
+        ("Count from 1 to 10.", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10"),
     ],
 )
 def test_it_answers_and_stops_by_itself(talker: Talker, question: str, expected: str) -> None:

@@ -313,7 +313,9 @@ class TestRuntimeBase:
 
         assert Path("/var") == runtime_base()
 
-    @pytest.mark.parametrize("unusable", ["", "/absent", "/etc/passwd", "/proc/" + "." * 60])
+    @pytest.mark.parametrize(
+        "unusable", ["", "/absent", "/etc/passwd", "/bin/sh", "/proc/" + "." * 60]
+    )
     def test_an_unusable_one_is_passed_over(
         self, monkeypatch: pytest.MonkeyPatch, unusable: str
     ) -> None:
